@@ -189,8 +189,10 @@ def test_a_run_is_exported_with_its_processor_and_generates(train, told, ask, tm
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     ran = train(2, told | {"sample.tokens": 3})[0]
-    assert ran.status == 0 and 'sample.prompt = "<s>user: Hello' in ran.out, ran.error
-    status, said, err = ask("generate", ran.folder, "--prompt", "<s>user: what? assistant:", "--tokens", "3")
+    assert ran.status == 0 and 'sample.prompt = "Hello" in the chat template' in ran.out, ran.error
+    status, said, err = ask("generate", ran.folder, "--prompt", "what?", "--tokens", "3")
+    assert status == 0 and "--chat=false" in err and "what?" not in said, "the answer alone"
+    status, said, err = ask("generate", ran.folder, "--chat=false", "--prompt", "what?", "--tokens", "3")
     assert (status, err) == (0, "") and "what?" in said
     status, said, err = ask("convert", ran.folder, "--to", "hf", tmp_path / "out", "--dtype", "float32")
     assert (status, err) == (0, "") and "AutoModelForImageTextToText.from_pretrained" in said

@@ -235,5 +235,3 @@ def test_what_would_part_pairs_is_refused(tmp_path):
     recipe = TokenisingRecipe(list_sources(options.source), options, ByteTokenizer(), 0.0)
     with pytest.raises(UnsupportedError, match=r"parts the two answers of a preference pair: leave data.streaming out"):
         StreamedSamples(recipe, SEQ, print)
-    with pytest.raises(ConfigError, match=r"data.template is set, and the task is 'preference' of text"):
-        opened(tmp_path, TEXTS, template="t.jinja")

@@ -10,10 +10,12 @@ import pytest
 import tokenizers
 
 from meshwright.core.errors import ConfigError
+from meshwright.data.building import TokenisingRecipe
 from meshwright.data.cache import open_corpus, prepare, trained_bpe
 from meshwright.data.options import SourceOptions
 from meshwright.data.packing import IGNORE_INDEX, Whole, best_fit
-from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer
+from meshwright.data.scan import list_sources
+from meshwright.data.tokenizers import ByteTokenizer, FileTokenizer, template_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -104,6 +106,33 @@ def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path,
     transcript = tokenizer.spell_out(split.tokens)
     assert transcript.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
     assert transcript.endswith("Five.<|im_end|>\n"), "what follows the last answer teaches nothing"
+
+
+QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize("template", ["own", "{root}/chat_template.jinja"])
+@pytest.mark.parametrize(
+    ("row", "as_messages"),
+    [
+        ({"prompt": "2+2?", "completion": "4"}, {"messages": [QUESTION, ANSWER]}),
+        ({"instruction": "2+2?", "input": "", "output": "4"}, {"messages": [QUESTION, ANSWER]}),
+        (
+            {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+            {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": "5"},
+        ),
+    ],
+)
+def test_a_template_that_is_given_writes_prompts_and_answers_of_text_as_turns(
+    tmp_path, chat_folder, row, as_messages, template
+):
+    tokenizer = FileTokenizer(chat_folder)
+    (tmp_path / "chat_template.jinja").write_text(str(template_of(chat_folder)))
+    asked = built(tmp_path, [as_messages], tokenizer)
+    split = built(tmp_path, [row], tokenizer, template=template.replace("{root}", str(tmp_path)))
+    assert split.tokens.tolist() == asked.tokens.tolist() and split.is_learnt.tolist() == asked.is_learnt.tolist()
+    recipe = TokenisingRecipe(list_sources((str(tmp_path / "a.jsonl"),)), SourceOptions(()), tokenizer, 0.0)
+    assert any("data.template = own" in note for note in recipe.notes()), "without it, that is said"
 
 
 SHARED = [
@@ -198,7 +227,12 @@ def test_an_answer_that_later_turns_rewrite_becomes_an_example_of_its_own(tmp_pa
             {"task": "completion"},
             r"row 1: the column 'completion' is missing.*'prompt', 'answer'",
         ),
-        ({"prompt": "a", "completion": "b"}, {"template": "x"}, "data.template is set, and the task is 'completion'"),
+        (
+            {"text": "a"},
+            {"template": "{root}/t.jinja"},
+            "the task is 'text', whose documents have no turns",
+        ),
+        ({"prompt": "a", "completion": "b"}, {"template": "own"}, "bytes have none: name the model"),
     ],
 )
 def test_refusals_teach(tmp_path, row, options, words):

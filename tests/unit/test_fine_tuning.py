@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,7 @@ from meshwright.training.fine_tuning import (
     chosen,
     few_steps,
     length_follows,
+    more_or_fewer,
     of_forecast,
     why_chosen,
 )
@@ -42,7 +44,7 @@ def model(tmp_path) -> Path:
 
 
 def counted(config: Config, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
-    return after_data(config, Counted(lambda _: rows) if rows else None, tasks, lambda message: f"<{message}>")
+    return after_data(config, Counted(lambda _: rows) if rows else None, tasks, talks="chat" in tasks)
 
 
 def tuned(model: Path, changes: dict | None = None, rows: int = 640, tasks: tuple[str, ...] = ("chat",)) -> Config:
@@ -59,16 +61,16 @@ def values(config: Config) -> tuple:
 @pytest.mark.parametrize(
     ("changes", "tasks", "expected"),
     [
-        ({}, ("chat",), (1e-5, 0.0, 2048, 60, "<Hello>")),
-        (LORA, ("chat",), (2e-4, 0.0, 2048, 60, "<Hello>")),
+        ({}, ("chat",), (1e-5, 0.0, 2048, 60, "Hello")),
+        (LORA, ("chat",), (2e-4, 0.0, 2048, 60, "Hello")),
         (LORA, ("alpaca",), (2e-4, 0.0, 2048, 60, "The")),
-        (LORA, ("preference",), (5e-5, 0.0, 2048, 60, "<Hello>")),
-        ({}, ("preference",), (1e-6, 0.0, 2048, 60, "<Hello>")),
+        (LORA, ("preference",), (5e-5, 0.0, 2048, 60, "The")),
+        ({}, ("preference",), (1e-6, 0.0, 2048, 60, "The")),
         ({}, ("text",), (1e-5, 0.0, 2048, 60, "The")),
-        (LORA | {"epochs": 0.5}, ("chat",), (2e-4, 0.0, 2048, 10, "<Hello>")),
-        (LORA | {"batch": {"global_batch": 64}}, ("chat",), (2e-4, 0.0, 2048, 60, "<Hello>")),
-        ({"optimizer": {"kind": "lion"}}, ("chat",), (2e-6, 0.0, 2048, 60, "<Hello>")),
-        ({"optimizer": {"kind": "sgd"}}, ("chat",), (3e-3, 0.0, 2048, 60, "<Hello>")),
+        (LORA | {"epochs": 0.5}, ("chat",), (2e-4, 0.0, 2048, 10, "Hello")),
+        (LORA | {"batch": {"global_batch": 64}}, ("chat",), (2e-4, 0.0, 2048, 60, "Hello")),
+        ({"optimizer": {"kind": "lion"}}, ("chat",), (2e-6, 0.0, 2048, 60, "Hello")),
+        ({"optimizer": {"kind": "sgd"}}, ("chat",), (3e-3, 0.0, 2048, 60, "Hello")),
     ],
 )
 def test_what_nobody_set_is_chosen_by_what_is_trained(model, changes, tasks, expected):
@@ -79,6 +81,7 @@ SET = {
     "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
     "data": {"seq_len": 128},
     "steps": 200,
+    "batch": {"global_batch": 32},
     "sample": {"prompt": "The "},
 }
 """What everybody has who sets nothing: set by hand, it is no default."""
@@ -92,6 +95,7 @@ def test_a_value_that_was_set_wins_even_if_it_is_the_usual_one(model):
         "--data.seq-len",
         "128",
         "--steps=200",
+        "--batch.global_batch=32",
         "--sample.prompt=The ",
         "--optimizer.weight_decay=0.1",
     ]
@@ -197,7 +201,7 @@ def packed(tokens: int = SHORT, ranks: int = 2, accepts=lambda config: True, sho
 
 def made(model: Path, data: Counted, changes: dict | None = None, tasks: tuple[str, ...] = ("chat",)) -> Config:
     config = before_data(Config.from_dict({"model": {"hf": str(model)}} | LORA | (changes or {})))
-    return after_data(config, data, tasks, lambda message: None)
+    return after_data(config, data, tasks, talks=False)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +214,12 @@ def made(model: Path, data: Counted, changes: dict | None = None, tasks: tuple[s
         (packed(SHORT * 100), {}, (16, 2048, 110)),
         (packed(), {"batch": {"global_batch": 32}}, (32, 2048, 2)),
         (packed(), {"data": {"seq_len": 1024}}, (2, 1024, 60)),
+        (packed(), {"steps": 30}, (2, 512, 30)),  # as many as the data makes in its usual epochs
+        (packed(), {"steps": 3}, (8, 2048, 3)),
+        (packed(SHORT * 1000), {"steps": 200}, (32, 2048, 200)),
         (packed(), {"epochs": 1.0}, (2, 256, 24)),
         (packed(), {"epochs": 20.0}, (2, 256, 470)),  # more epochs are more of the same steps
-        (packed(), {"steps": 200}, (32, 2048, 200)),
+        (packed(), {"steps": 200}, (2, 256, 200)),
         (packed(accepts=lambda config: config.batch.global_batch >= 8), {}, (8, 2048, 8)),
     ],
 )
@@ -323,3 +330,24 @@ def test_a_tuned_model_is_evaluated_in_rows_as_long_as_it_would_be_tuned_in(mode
     (model / "tokenizer.json").write_text("{}")
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     assert open_model(str(model)).config.data.seq_len == 512
+
+
+LEVEL, FALLING = [2.0] * 40, [5.0 - 0.1 * step for step in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "validations", "changes", "words"),
+    [
+        (LEVEL, {}, {}, ""),
+        (FALLING[:9], {}, {}, ""),  # too few steps to tell
+        (FALLING, {}, {}, "mean of the last 8 steps 1.4500, of the 8 before 2.2500.* steps = 80 may"),
+        (FALLING, {0: 5.0, 40: 1.5}, {"epochs": 1.5}, "still falling.* epochs = 3 may"),
+        (FALLING, {0: 5.0, 20: 3.0, 40: 3.5}, {}, "lowest at step 20, 3.0000, and is 3.5000 now.* .steps = 20."),
+        (FALLING, {0: 5.0, 20: 3.0, 40: 3.05}, {}, ""),  # neither
+        (LEVEL, {0: 2.0, 40: 2.5}, {}, ""),  # no step but the first is better
+    ],
+)
+def test_the_end_says_whether_more_or_fewer_steps_would_do(losses, validations, changes, words):
+    config = Config.from_dict(changes or {"steps": 40})
+    found = more_or_fewer(config, losses, validations)
+    assert re.search(words, found) if words else found == ""

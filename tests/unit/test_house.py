@@ -82,18 +82,18 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (15, 4140, 18),
-    "cli": (20, 2320, 16),
-    "comparison": (4, 800, 0),
+    "cli": (20, 2330, 16),
+    "comparison": (4, 790, 0),
     "core": (19, 3250, 5),
-    "data": (16, 6540, 40),
-    "distributed": (88, 21670, 114),
+    "data": (16, 6560, 40),
+    "distributed": (88, 21660, 114),
     "integrations": (9, 1650, 11),
     "introspection": (37, 10580, 64),
     "models": (4, 720, 5),
     "observation": (6, 1570, 24),
     "planning": (34, 8590, 42),
     "simulation": (13, 4270, 24),
-    "training": (41, 10550, 46),
+    "training": (41, 10630, 45),
     "verification": (15, 3850, 10),
 }
 """By room: files, lines, and private functions that are named once in their file.

@@ -12,9 +12,11 @@ from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, WAYS, save_w
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.cache import open_corpus, prepare
+from meshwright.data.images import NO_IMAGES
 from meshwright.data.options import SourceOptions
 from meshwright.data.tokenizers import FileTokenizer, encode_prompt
-from meshwright.training.model_source import keep_tokenizer, kept_tokenizer, prompt_ids
+from meshwright.data.turns import load_template
+from meshwright.training.model_source import keep_tokenizer, kept_tokenizer, question_ids
 
 TALK = [
     {"role": "system", "content": "Be brief"},
@@ -48,7 +50,7 @@ def documents(
 
 def said(notes: list[str]) -> list[str]:
     """The notes but those on what the vocabulary cannot spell, and on tasks that use no template."""
-    return [note for note in notes if "cannot spell" not in note and "in a form of its own" not in note]
+    return [note for note in notes if "cannot spell" not in note and "data.template = own" not in note]
 
 
 @pytest.mark.first
@@ -182,14 +184,12 @@ def test_documents_of_one_row_begin_and_end_as_the_own_call_has_it(way, tmp_path
     assert (rows["labels"][0][[start - 1 for start in starts]] == -100).all(), "no document predicts the next"
 
 
-def test_a_prompt_that_the_run_chose_by_its_template_is_not_begun_twice_nor_unasked(tmp_path):
+def test_a_question_has_the_ids_of_the_template_and_a_text_those_of_the_own_call(tmp_path):
     folder = save_way("begins", tmp_path / "tokenizer")
-    text = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    rendered = own(folder).apply_chat_template(
-        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
-    )
-    assert prompt_ids(text, FileTokenizer(folder), tmp_path) == rendered
-    assert prompt_ids("Hello", FileTokenizer(folder), tmp_path) == own(folder)("Hello")["input_ids"]
+    asked, tokenizer = [{"role": "user", "content": "Hello"}], FileTokenizer(folder)
+    rendered = own(folder).apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert question_ids(asked, load_template("", folder), tokenizer, NO_IMAGES) == rendered
+    assert encode_prompt(tokenizer, "Hello").tolist() == own(folder)("Hello")["input_ids"]
 
 
 def test_a_run_keeps_the_chat_template_that_it_trains_with(tmp_path):

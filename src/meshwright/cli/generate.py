@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class GenerateOptions:
     prompt: str | None = None
     """The text to continue (default: the run's sample.prompt)."""
-    chat: bool = False
-    """Put the prompt into the chat template of the model's tokenizer, and print the answer; without --prompt, a
-    conversation: a line is a question, /exit or Ctrl-D ends it."""
+    chat: bool | None = None
+    """Put the prompt into the chat template of the model's tokenizer, and print the answer (default: the run's
+    sample.chat); without --prompt, a conversation: a line is a question, /exit or Ctrl-D ends it."""
     template: str | None = None
     """File with a Jinja chat template, instead of the tokenizer's."""
     tokens: Annotated[int | None, FROM_0] = None
@@ -65,15 +65,15 @@ def run(argv: list[str]) -> int:
             " runs/demo-… --prompt 'def '"
         )
     refuse_rest(argv[1:], "meshwright generate", GenerateOptions)
-    if options.template is not None and not options.chat:
-        raise ConfigError("--template is for --chat: add --chat, or leave it out")
     names = ("step", "base", "tokenizer", "dtype")
     opened = open_model(argv[0], trusted=options.trust, **{name: getattr(options, name) for name in names})
     from meshwright.training.run.opened import Sampler
 
-    s = opened.config.sample
-    chat = None
-    if options.chat:
+    s, chat = opened.config.sample, None
+    talks = bool(s.chat) if options.chat is None else options.chat
+    if options.template is not None and not talks:
+        raise ConfigError("--template is for --chat: add --chat, or leave it out")
+    if talks:
         from meshwright.training.run.opened import template_for
 
         chat = template_for(opened, options.template)
@@ -90,7 +90,9 @@ def run(argv: list[str]) -> int:
         print(f"meshwright: {opened.words}; the run is still being trained", file=sys.stderr)
     try:
         if chat is not None:
-            _converse(sampler, chat, options.prompt, length)
+            if options.chat is None:
+                print("meshwright: in the chat template, as in training (--chat=false: as plain text)", file=sys.stderr)
+            _converse(sampler, chat, options.prompt if options.chat else options.prompt or s.prompt, length)
         else:
             sampler.continue_text(s.prompt if options.prompt is None else options.prompt, length, _write)
             _write("\n")

@@ -386,6 +386,7 @@ class TokenisingRecipe:
             "end_of_document": self.tokenizer.end_of_document,
             "task": self.task.name,
             "is_whole": self.task.is_whole,
+            "has_turns": self.task.is_whole and not self.task.ends,
             "validation_fraction": float(self.fraction),
             "n_source_bytes": self.scan.n_bytes,
             "skipped": skipped,
@@ -418,10 +419,10 @@ class TokenisingRecipe:
             f" the keys of all others as null: where a null is meant, write the column of messages as JSON text"
         )
         folder = getattr(self.tokenizer, "folder", None)
-        written = self.task.name in ("alpaca", "completion") and folder is not None and template_of(folder)
+        written = self.task.is_whole and self.task.ends and folder is not None and template_of(folder)
         own = (
-            f"the task '{self.task.name}' writes prompts in a form of its own, not by the tokenizer's chat template:"
-            f" for that, give conversations (messages)"
+            f"the task '{self.task.name}' of text writes prompts and answers as they are, not by the tokenizer's chat"
+            f" template: for that, set data.template = own"
         )
         absent = [name for name in self.task.ignore if name not in self.ignored]
         nowhere = f"data.ignore names {absent}, which no record has"

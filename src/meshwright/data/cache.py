@@ -46,7 +46,7 @@ from .options import MixturePart, SourceOptions
 from .packing import Corpus, Split, Stream, Whole
 from .scan import TOKEN_FORMATS, Scan, scan_sources
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
-from .turns import Example
+from .turns import OWN, Example
 
 Recipe = TokenisingRecipe | IndexingRecipe
 """The steps that build a folder of the cache, named by all that decides its contents, and check that it is whole."""
@@ -330,7 +330,13 @@ class Account:
                 + "; --data.too_long=skip leaves them out, truncate cuts their ends off"
                 * (fate == "refused"),
             )
-        yield "data", sizes_text([self.splits], seq_len)
+        kept = [
+            replace(split, too_long="skip", _kept_lengths={})
+            if isinstance(split, Whole) and split.too_long == "refuse"
+            else split
+            for split in self.splits
+        ]
+        yield "data", sizes_text([(kept[0], kept[1])], seq_len)
         yield from (("note", note) for note in self.notes)
 
 
@@ -451,7 +457,7 @@ def trained_bpe(
             )
     made_of: list[object] = [2, size, MAX_CHARACTERS]
     for options, scan in zip(sources, scans, strict=True):
-        template = Path(options.template).expanduser().read_text(encoding="utf-8") if options.template else ""
+        template = "" if options.template in ("", OWN) else Path(options.template).expanduser().read_text("utf-8")
         files = [[file.name, file.digest] for file in scan.files]
         made_of.append([scan.format, options.task, options.column, template, files])
     path = root / f"bpe-{hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()}" / "tokenizer.json"

@@ -328,6 +328,8 @@ class Meta:
     validation: SplitSize
     notes: list[str] = field(default_factory=list)
     """Differences between the texts and their tokens, each a sentence."""
+    has_turns: bool = False
+    """True if a chat template wrote the documents."""
     pictures: Pictures | None = None
     """The files of images; None where documents have none."""
     files: list[list[Any]] = field(default_factory=list)

@@ -42,7 +42,8 @@ class SourceOptions:
     """Of the ids in a flat .bin file: uint8, uint16, uint32, int32 or int64, little-endian; it says nothing about
     itself."""
     template: str = ""
-    """A file with the Jinja template of a chat; empty: the tokenizer's own."""
+    """A file with the Jinja template of a chat; empty: the tokenizer's own. Where it is given, prompts and answers of
+    text are turns too; "own" is the tokenizer's for these."""
     learn: Literal["answers", "last", "all"] = "answers"
     """What is learnt of a conversation: the assistant's turns, the last of them, or the whole text; of a prompt and its
     answer, "all" learns the prompt too. Turns marked by weight 0, or by train, training or loss = false, are read only.

@@ -272,22 +272,25 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vi
 def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
     folder = getattr(tokenizer, "folder", None)
     own_template = template_of(folder) if folder else None
-    if name == "chat" or (name == "completion" and any(isinstance(sample.get(side), list) for side in _COMPLETION)):
+    are_turns = options.template or any(isinstance(sample.get(side), list) for side in _COMPLETION)
+    if name == "chat" or (name == "completion" and are_turns):
         return _chat(name, key, Turns(load_template(options.template, folder), options.learn))
-    if name == "alpaca" and any(other in sample for other in _TALKED) and (options.template or own_template):
+    if name == "alpaca" and (options.template or (own_template and any(other in sample for other in _TALKED))):
         return _alpaca_talk(Turns(load_template(options.template, folder), options.learn))
     if options.learn == "last":
         raise ConfigError(f"data.learn = 'last' is of conversations, and the task is '{name}': leave it out")
     if name == TASK and options.learn != "answers":
         raise ConfigError("data.learn = 'all', and of pairs of answers the answers alone are learnt: leave it out")
-    of_messages = name == TASK and holds_messages(sample)
-    if options.template and not of_messages:
-        raise ConfigError(f"data.template is set, and the task is '{name}' of text: only messages have a template")
     if name == TASK:
+        of_messages = bool(options.template) or holds_messages(sample)
         pairs = Preferences(load_template(options.template, folder) if of_messages else None)
         return Task(TASK, pairs.examples, True, not of_messages, fingerprint=pairs.fingerprint, columns=pairs.columns)
     if name not in _PAIRS:
         own = options.column
+        if options.template:
+            raise ConfigError(
+                "data.template is set, and the task is 'text', whose documents have no turns: leave it out"
+            )
 
         def text(record: Record, where: str) -> list[Example]:
             return [((text_of(record, own, where), True),)]

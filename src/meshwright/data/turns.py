@@ -59,8 +59,9 @@ class ChatTemplate:
         Raises:
             ValueError: as ``render``.
         """
-        texts, spans = self._rendered(messages, return_assistant_tokens_mask=True, **others)
-        return texts[0], [(begin, end) for begin, end in spans[0] if begin < end]
+        # asked for marks that are not there, transformers would warn
+        texts, spans = self._rendered(messages, return_assistant_tokens_mask=self.has_marks, **others)
+        return texts[0], [(begin, end) for spans_of in spans for begin, end in spans_of if begin < end]
 
     def _rendered(self, messages: list[Message], **options: Any) -> tuple[list[str], list[Any]]:
         try:
@@ -70,14 +71,18 @@ class ChatTemplate:
         return list(texts), list(spans)
 
 
+OWN = "own"
+"""The value of data.template that names the tokenizer's own, for prompts and answers of text."""
+
+
 def load_template(path: str, folder: Path | None) -> ChatTemplate:
-    """Return the template in the file ``path``, or if that is empty, that of the tokenizer in ``folder``.
+    """Return the template in the file ``path``, or if that is empty or "own", that of the tokenizer in ``folder``.
 
     Raises:
         ConfigError: the template does not exist or is not text.
     """
     tokens = special_tokens(folder) if folder else {}
-    if path:
+    if path not in ("", OWN):
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(f"data.template = {path!r} does not exist; it is a file that holds a Jinja template")

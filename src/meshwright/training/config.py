@@ -260,7 +260,9 @@ class SampleConfig:
     """Text that the model writes at the end of the run."""
 
     prompt: Annotated[str, NOT_EMPTY] = unset("The ")
-    """The text to continue; unset beside weights from files: a greeting in the chat template, where one is trained."""
+    """The text to continue, or the question to answer."""
+    chat: bool | None = None
+    """Whether the prompt goes into the chat template; unset: where that writes the data."""
     tokens: Annotated[int, FROM_0] = 200
     """Tokens to write; 0: none."""
     temperature: Annotated[float, FROM_0] = 0.8

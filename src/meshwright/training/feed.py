@@ -33,11 +33,12 @@ from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
 from meshwright.data.packing import RowEnds, Whole
 from meshwright.data.scan import TOKEN_FORMATS, list_sources
+from meshwright.data.turns import OWN, load_template
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
-from meshwright.training.model_source import FOLDER, in_chat_template
+from meshwright.training.model_source import FOLDER, question_ids, template_file
 from meshwright.training.run.request import IDENTITY
 
 if TYPE_CHECKING:
@@ -225,11 +226,9 @@ def _opened(
     )
     counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
 
-    def asked(message: str) -> str | None:
-        text = in_chat_template(config, tokenizer, message)
-        return pixels.processor.begun(text) if text is not None and pixels else text
-
-    asked_for, config = config, after_data(config, counted, tasks, asked)
+    has_turns = "chat" in tasks or any(getattr(corpus.meta, "has_turns", False) for corpus in corpora)
+    talks = _talks(config, tokenizer, vision, has_turns)
+    asked_for, config = config, after_data(config, counted, tasks, talks=talks)
     data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
     epochs = samples.epochs(config.steps * config.batch.global_batch)
@@ -267,7 +266,7 @@ def _opened(
                 None,
                 (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
             ),
-            *notes_on(parts, corpora, data.seq_len),
+            *notes_on(parts, corpora, asked_for.data.seq_len),
         ),
         config,
         pixels,
@@ -275,6 +274,25 @@ def _opened(
         "; ".join(filter(None, (p.other for p in prepared))),
         {} if skips else None,
     )
+
+
+def _talks(config: Config, tokenizer: Tokenizer, vision: Vision, has_turns: bool) -> bool:
+    """Return whether the prompt of samples goes into the chat template: as set, else where that writes the data.
+
+    Raises:
+        ConfigError: it is to, and there is no template, or the template refuses it.
+    """
+    wanted = config.sample.chat
+    if wanted is False or not (wanted or has_turns):
+        return False
+    try:
+        template = load_template(template_file(config), getattr(tokenizer, "folder", None))
+        question_ids([{"role": "user", "content": config.sample.prompt}], template, tokenizer, vision)
+    except (ConfigError, ValueError) as error:
+        if wanted:
+            raise ConfigError(f"sample.chat = true: {error}") from error
+        return False
+    return True
 
 
 def short_enough(config: Config, corpora: Sequence[Corpus]) -> Config:
@@ -311,8 +329,11 @@ def _streamed(
         raise ConfigError(
             f"data.streaming: {scan.format} files hold token ids, which are read in place: leave streaming out"
         )
-    recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0, vision_for(config)))
+    vision = vision_for(config)
+    recipe = agree.together(lambda: TokenisingRecipe(scan, part, tokenizer, 0.0, vision))
     assert recipe is not None
+    task = recipe.task
+    talks = _talks(config, tokenizer, vision, task.is_whole and not task.ends)
     if len(set(agree.everybody_says(recipe.key))) > 1:
         raise ConfigError(
             f"the ranks see different files under {_source(part, data)}: copy the same files to each, or use a shared"
@@ -331,7 +352,7 @@ def _streamed(
             "a stream holds nothing out, is not shuffled, and is read again from its beginning when the run is"
             " continued",
         ),
-        after_data(config, None, (recipe.task.name,), lambda message: in_chat_template(config, tokenizer, message)),
+        after_data(config, None, (task.name,), talks=talks),
         ends=ends,
     )
 
@@ -448,7 +469,7 @@ def describe(
 
 def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
     """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ."""
-    if len(named := dict.fromkeys(part.template for part in parts if part.template)) > 1:
+    if len(named := dict.fromkeys(part.template for part in parts if part.template not in ("", OWN))) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
         wholes = [split for split in (corpus.training, corpus.validation) if isinstance(split, Whole)]

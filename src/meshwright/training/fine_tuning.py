@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,8 @@ SHORT_ROW, SHORT_TEXT = 64, 512
 """Tokens below which rows of whole documents, and those of text, are not shortened to make more steps."""
 FEW_STEPS, ENOUGH_STEPS = 30, 60
 """Steps below which a run is told that they are few, and those that the choice of a batch is to make."""
+CHANGED = 0.02
+"""Relative change of a loss that is told at the end."""
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
 GREETING = "Hello"
@@ -112,22 +114,24 @@ def _beside_weights(config: Config, longest: int) -> Config:
 
 def batch_follows(config: Config) -> bool:
     """Return whether a run's rows per step are known only once its data has been counted."""
-    return is_unset(config.batch.global_batch) and is_unset(config.steps) and is_fine_tuning(config)
+    return is_unset(config.batch.global_batch) and is_fine_tuning(config)
 
 
-def after_data(
-    config: Config, data: Counted | None, tasks: Sequence[str], render: Callable[[str], str | None]
-) -> Config:
-    """Return a config with batch, steps, the rate of preference pairs, and the prompt of the last sample chosen where
-    they are unset.
+def after_data(config: Config, data: Counted | None, tasks: Sequence[str], *, talks: bool) -> Config:
+    """Return a config with batch, steps, the rate of preference pairs, and the prompt of samples chosen where they are
+    unset.
 
     Steps are whole and no fewer than the epochs need, so ``epochs`` becomes the number that they make.
 
     Args:
         data: the rows of all sources; None: not counted.
         tasks: tasks of the sources.
-        render: writes a user's message out by the chat template; None where there is none.
+        talks: whether the prompt of samples goes into the chat template.
     """
+    sample = replace(config.sample, chat=talks or config.sample.chat)
+    if is_unset(sample.prompt) and (talks or is_fine_tuning(config)):
+        sample = replace(sample, prompt=unset(GREETING if talks else OTHER_PROMPT))
+    config = replace(config, sample=sample)
     usual, longest = max((EPOCHS.get(task, OTHER_EPOCHS) for task in tasks), default=OTHER_EPOCHS)
     epochs, most = config.epochs, config.epochs
     if is_fine_tuning(config):
@@ -135,13 +139,10 @@ def after_data(
             config = replace(config, optimizer=_with_rate(config, PREFERENCE_RATES))
         if epochs is None and is_unset(config.steps):
             epochs, most = usual, usual if config.data.mixture or config.data.max_epochs else longest
-        if is_unset(config.sample.prompt):
-            prompt = (render(GREETING) if {"chat", PREFERENCE} & set(tasks) else None) or OTHER_PROMPT
-            config = replace(config, sample=replace(config.sample, prompt=unset(prompt)))
+    if data is not None and batch_follows(config):  # further epochs are further steps
+        config = with_enough_steps(config, data, min(epochs or usual, usual))
     if epochs is None or data is None:
         return config
-    if batch_follows(config):
-        config = with_enough_steps(config, data, min(epochs, usual))  # further epochs are further steps
     rows, batch = data.rows(config.data.seq_len), config.batch.global_batch
     if most is not None and most > epochs and is_fine_tuning(config):
         epochs = min(most, max(epochs, ENOUGH_STEPS * batch / rows))
@@ -153,13 +154,14 @@ def with_enough_steps(config: Config, data: Counted, epochs: float) -> Config:
     """Return a config whose data makes enough steps: of fewer rows, and if these are not enough, of shorter ones."""
     if data.accepts is None:
         return config
+    wanted = ENOUGH_STEPS if is_unset(config.steps) else min(config.steps, ENOUGH_STEPS)
     usual, length = int(config.batch.global_batch), int(config.data.seq_len)
     sizes = [size for power in range(usual.bit_length()) if (size := usual >> power) % data.ranks == 0] or [usual]
     ladder = [(size, length) for size in sizes]
     while is_unset(config.data.seq_len) and length // 2 >= data.shortest and data.rows(length // 2) > data.rows(length):
         length //= 2
         ladder.append((sizes[-1], length))
-    enough = (n for n, (size, row) in enumerate(ladder) if epochs * data.rows(row) / size > ENOUGH_STEPS - 1)
+    enough = (n for n, (size, row) in enumerate(ladder) if epochs * data.rows(row) / size > wanted - 1)
     for size, row in reversed(ladder[: next(enough, len(ladder) - 1) + 1]):
         made = replace(config, batch=replace(config.batch, global_batch=unset(size)))
         if row != config.data.seq_len:
@@ -204,6 +206,32 @@ def few_steps(config: Config, data: Counted) -> str:
     )
 
 
+def more_or_fewer(config: Config, losses: Sequence[float], validations: Mapping[int, float]) -> str:
+    """Return advice on the length of a run that has ended; "" where its losses suggest no other.
+
+    Args:
+        losses: of each step that this process took.
+        validations: validation losses by step.
+    """
+    best = min(validations, key=lambda step: validations[step], default=0)
+    last = max(validations, default=0)
+    if 0 < best < last and validations[last] > (1 + CHANGED) * validations[best]:
+        return (
+            f"the validation loss was lowest at step {best}, {validations[best]:.4f}, and is {validations[last]:.4f}"
+            f" now: with fewer steps (steps = {best}) the model repeats its data less"
+        )
+    if (n := len(losses) // 5) < 2 or (last and best < last):
+        return ""
+    before, now = (sum(part) / n for part in (losses[-2 * n : -n], losses[-n:]))
+    if now > (1 - CHANGED) * before:
+        return ""
+    key, value = ("epochs", config.epochs) if config.epochs and is_unset(config.steps) else ("steps", config.steps)
+    return (
+        f"the loss was still falling (mean of the last {n} steps {now:.4f}, of the {n} before {before:.4f}): a run with"
+        f" {key} = {math.ceil(2 * value)} may learn more"
+    )
+
+
 def of_forecast(config: Config) -> str:
     """Return a line with the values that a forecast takes because nobody set them; "" where all are set."""
     config = replace(config, steps=int(config.steps), sample=replace(config.sample, tokens=0))
@@ -231,7 +259,7 @@ def of_unset(config: Config) -> str:
         passes = f" ({epochs_text(config.epochs)}{of_all})" if config.epochs is not None else ""
         parts.append(f"steps = {config.steps}{passes}")
     if is_unset(config.sample.prompt) and config.sample.tokens:
-        parts.append(f"sample.prompt = {json.dumps(config.sample.prompt, ensure_ascii=False)}")
+        parts.append(f'sample.prompt = "{config.sample.prompt}"{" in the chat template" * bool(config.sample.chat)}')
     return ", ".join(parts)
 
 

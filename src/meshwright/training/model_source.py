@@ -22,6 +22,7 @@ from meshwright.core.files import inside, read_object, replace_text
 from meshwright.core.names import HEADS, TOP_K, WIDTH
 from meshwright.data import Tokenizer, load_tokenizer
 from meshwright.data.cache import BPE, trained_bpe, vocabulary_of
+from meshwright.data.images import Vision
 from meshwright.data.tokenizers import (
     BYTES,
     SETTINGS,
@@ -31,7 +32,7 @@ from meshwright.data.tokenizers import (
     encode_prompt,
     read_settings,
 )
-from meshwright.data.turns import ChatTemplate, load_template
+from meshwright.data.turns import OWN, ChatTemplate, Message
 from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.adapted_model import AdaptedModel
 from meshwright.introspection.adapter_request import WEIGHTS
@@ -40,7 +41,6 @@ from meshwright.introspection.measurements import stated
 from meshwright.introspection.source import CONFIG, CausalLM, read_causal_lm, with_adapters
 from meshwright.models.decoder_config import SIZES, DecoderConfig, idle_parameters, parameter_count
 from meshwright.training.config import Config, ModelConfig
-from meshwright.training.fine_tuning import GREETING
 from meshwright.training.run.request import IDENTITY
 
 BaseSource = DecoderConfig | CausalLM
@@ -341,23 +341,8 @@ def own_tokenizer(config: Config, run: Path) -> Tokenizer:
 
 def template_file(config: Config) -> str:
     """Return the file of the chat template that the config names, the first one of a mixture; "" without one."""
-    return next((part.template for part in (config.data.mixture or (config.data,)) if part.template), "")
-
-
-def in_chat_template(config: Config, tokenizer: Tokenizer, message: str) -> str | None:
-    """Write a user's message out by the chat template of a run's data, up to the answer; None without a template."""
-    try:
-        return _asked(load_template(template_file(config), getattr(tokenizer, "folder", None)), message)
-    except (ConfigError, ValueError):
-        return None
-
-
-def _asked(template: ChatTemplate, message: str) -> str:
-    found = template.render([{"role": "user", "content": message}], prompts_answer=True)
-    if message in found:
-        return found
-    parts = [{"type": "text", "text": message}]  # templates of models with images may know contents of parts alone
-    return template.render([{"role": "user", "content": parts}], prompts_answer=True)
+    named = (part.template for part in (config.data.mixture or (config.data,)))
+    return next((template for template in named if template not in ("", OWN)), "")
 
 
 def template_folder(run: Path, tokenizer: Tokenizer) -> Path | None:
@@ -365,14 +350,22 @@ def template_folder(run: Path, tokenizer: Tokenizer) -> Path | None:
     return run / TOKENIZER if (run / TOKENIZER / TEMPLATE).is_file() else getattr(tokenizer, "folder", None)
 
 
-def prompt_ids(prompt: str, tokenizer: Tokenizer, run: Path) -> list[int]:
-    """Return the ids of a text to continue: those of the tokenizer's own call, but the prompt that a run chose for
-    itself by its chat template has the ids that the template gives it."""
-    try:
-        is_rendered = prompt == _asked(load_template("", template_folder(run, tokenizer)), GREETING)
-    except (ConfigError, ValueError):
-        is_rendered = False
-    return [int(i) for i in encode_prompt(tokenizer, prompt, is_rendered=is_rendered)]
+def question_ids(messages: list[Message], template: ChatTemplate, tokenizer: Tokenizer, vision: Vision) -> list[int]:
+    """Return the ids of a conversation in its chat template, up to the answer to its last message.
+
+    Args:
+        vision: of the model; what its processor puts before a text is put before the conversation.
+
+    Raises:
+        ValueError: as ``ChatTemplate.render``.
+    """
+    text = template.render(messages, prompts_answer=True)
+    if messages[-1]["content"] not in text:  # templates of models with images may know contents of parts alone
+        parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        text = template.render(parts, prompts_answer=True)
+    if vision.folder:
+        text = vision.processor.begun(text)
+    return [int(i) for i in encode_prompt(tokenizer, text, is_rendered=True)]
 
 
 def keep_tokenizer(tokenizer: Tokenizer, run: Path, template: str = "") -> None:

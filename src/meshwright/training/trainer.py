@@ -16,6 +16,8 @@ import meshwright.checkpoint as checkpoint
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
+from meshwright.data.tokenizers import encode_prompt
+from meshwright.data.turns import ends_of_turn, load_template
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, is_rank_zero, store_for_restarts, stored_by_earlier
@@ -23,11 +25,13 @@ from meshwright.distributed.recompute.recompute import graph_breaks_text
 from meshwright.distributed.setup import begin_steps, choose_backend, destroy_distributed
 from meshwright.training.build import Run, build_run
 from meshwright.training.config import Config, check
+from meshwright.training.feed import vision_for
+from meshwright.training.fine_tuning import is_fine_tuning
 from meshwright.training.health.heartbeat import Heartbeat
 from meshwright.training.health.loss_guard import LossGuard
 from meshwright.training.health.peers import Peers, announce, early_folder, sweep
 from meshwright.training.metrics import check_trackers
-from meshwright.training.model_source import prompt_ids
+from meshwright.training.model_source import question_ids, template_folder
 from meshwright.training.preference import give_references
 from meshwright.training.recording import Profile, check_recordings, open_recordings
 from meshwright.training.run.checkpointing import Checkpointing, Position
@@ -190,6 +194,10 @@ class _Loop:
             has_begun=has_begun,
             stopped=self._agree_to_stop,
         )
+        if validates and held_out and is_fine_tuning(self.r.request) and not has_begun and not stopped:
+            validation, stopped = self._validate()
+            if validation is not None:
+                self.teller.untrained(validation)
         self.recordings.announce(self.at.step, self.teller.say)
         if self.trace is not None and not self.trace.begins(self.at.step, self.folder.trace_check, self.teller.say):
             self.trace = None
@@ -332,8 +340,13 @@ class _Loop:
         return 128 + stopped if stopped else 0
 
     def _continue_prompt(self, tokens: int) -> str:
-        s = self.config.sample
-        prompt = prompt_ids(s.prompt, self.r.tokenizer, self.folder.path)
-        end = self.r.tokenizer.end_of_document
-        ids = self.r.model.generate(prompt, tokens, temperature=s.temperature, seed=self.config.seed, stop=end)
-        return self.r.tokenizer.decode([*prompt, *ids])
+        s, tokenizer = self.config.sample, self.r.tokenizer
+        stop = {tokenizer.end_of_document}
+        if s.chat:
+            template, asked = load_template("", template_folder(self.folder.path, tokenizer)), {"role": "user"}
+            prompt = question_ids([asked | {"content": s.prompt}], template, tokenizer, vision_for(self.config))
+            stop |= ends_of_turn(template, tokenizer)
+        else:
+            prompt = encode_prompt(tokenizer, s.prompt).tolist()
+        ids = self.r.model.generate(prompt, tokens, temperature=s.temperature, seed=self.config.seed, stop=stop)
+        return tokenizer.decode([*prompt, *ids])

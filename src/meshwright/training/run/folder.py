@@ -20,6 +20,7 @@ from meshwright.core.files import read_object, replace_text
 from meshwright.data import SourceOptions, Tokenizer
 from meshwright.data.scan import resolved
 from meshwright.data.tokenizers import BYTES
+from meshwright.data.turns import OWN
 from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
 from meshwright.introspection.source import as_module, read_causal_lm
 from meshwright.planning.plan import Plan
@@ -40,7 +41,8 @@ def absolute_paths(data: DataConfig) -> dict[str, Any]:
         return str(Path(path).expanduser().absolute()) if path else ""
 
     def source(values: SourceOptions) -> dict[str, Any]:
-        return {"source": tuple(map(resolved, values.source)), "template": absolute(values.template)}
+        template = values.template if values.template == OWN else absolute(values.template)
+        return {"source": tuple(map(resolved, values.source)), "template": template}
 
     is_path = data.tokenizer != BYTES and not data.tokenizer.startswith(("bpe:", "ids:"))
     tokenizer = absolute(data.tokenizer) if is_path else data.tokenizer

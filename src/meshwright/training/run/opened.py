@@ -33,12 +33,13 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.training.config import Config
+from meshwright.training.feed import vision_for
 from meshwright.training.model_source import (
     ModelSource,
     causal_lm,
     model_source,
     own_tokenizer,
-    prompt_ids,
+    question_ids,
     template_file,
     template_folder,
     with_kept_model,
@@ -249,7 +250,7 @@ class Sampler:
         Args:
             write: called with each part of the text as soon as it is known.
         """
-        ids = prompt_ids(prompt, self.opened.tokenizer, self.opened.path)
+        ids = encode_prompt(self.opened.tokenizer, prompt).tolist()
         self.follow(ids, Unfolding(self.opened.tokenizer), tokens, write, shown=ids)
 
     def follow(
@@ -321,11 +322,11 @@ class Conversation:
 
     def prompt(self) -> list[int]:
         """Return the ids of the conversation so far, up to the answer."""
+        opened = self.sampler.opened
         try:
-            text = self.template.render(self.messages, prompts_answer=True)
+            return question_ids(self.messages, self.template, opened.tokenizer, vision_for(opened.config))
         except ValueError as error:
             raise ConfigError(f"--chat: {error}") from None
-        return [int(i) for i in encode_prompt(self.sampler.opened.tokenizer, text, is_rendered=True)]
 
     def ask(self, question: str, tokens: int, write: Write) -> str:
         """Write the answer of at most ``tokens`` tokens as it comes, and return it; both join the conversation."""

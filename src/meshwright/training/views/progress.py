@@ -52,7 +52,8 @@ class StepReport:
         if self.validation_loss is not None:
             pairs.append(("val loss", f"{self.validation_loss:.4f}"))
         if self.pairs is not None:
-            pairs += [("margin", f"{self.pairs[0]:.4f}"), ("accuracy", f"{100 * self.pairs[1]:.0f} %")]
+            accuracy = f"{100 * self.pairs[1]:.0f} %" if any(self.pairs) else "even"  # as before the first step
+            pairs += [("margin", f"{self.pairs[0]:.4f}"), ("accuracy", accuracy)]
         pairs.append(("lr", f"{self.learning_rate:.2e}"))
         if self.grad_norm is not None:
             pairs.append(("grad norm", f"{self.grad_norm:#.3g}".rstrip(".")))

@@ -34,7 +34,7 @@ from meshwright.planning.plan import Plan
 from meshwright.training.build import Run, build_schedule, device_name, most_tokens
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.feed import parts_of, vision_for
-from meshwright.training.fine_tuning import chosen
+from meshwright.training.fine_tuning import chosen, is_fine_tuning, more_or_fewer
 from meshwright.training.memory import read_memory
 from meshwright.training.metrics import Trackers, open_trackers
 from meshwright.training.model_source import run_tokenizer, where_weights_come_from
@@ -174,6 +174,8 @@ class ClosingReport:
     first_loss: float | None = None
     """Of the first step that this process took."""
     validation_loss: float | None = None
+    first_validation: float | None = None
+    """Before the first step."""
     tokens: int | None = None
     """Tokens trained on, all ranks together."""
     seconds: float | None = None
@@ -193,7 +195,10 @@ class ClosingReport:
         """Format the outcome, the places (those inside the run folder relative to it), and the sample, folded at
         ``width``.
         """
-        begun = f"{self.first_loss:.4f} → " if self.first_loss is not None and self.step > 1 else ""
+        begun, before = (
+            f"{loss:.4f} → " if loss is not None and self.step > 1 else ""
+            for loss in (self.first_loss, self.first_validation)
+        )
         parts = [
             f"done: {self.step:,} step{'s' * (self.step > 1)}"
             if self.step >= self.total_steps
@@ -201,7 +206,7 @@ class ClosingReport:
             f"{count_text(self.tokens)} tokens" if self.tokens is not None else "",
             duration_text(self.seconds) if self.seconds is not None else "",
             "" if self.loss is None else f"loss {begun}{self.loss:.4f}",
-            f"validation loss {self.validation_loss:.4f}" if self.validation_loss is not None else "",
+            f"validation loss {before}{self.validation_loss:.4f}" if self.validation_loss is not None else "",
             f"{self.skipped} steps skipped" if self.skipped else "",
         ]
         checkpoint, config = (
@@ -316,9 +321,8 @@ class Teller:
         self.throughput = Throughput()
         self.trouble: OSError | None = None
         self.begun: tuple[dict[str, str], int] | None = None
-        self.first_loss: float | None = None
-        self.last_loss: float | None = None
-        self.last_validation: float | None = None
+        self.losses: list[float] = []
+        self.validations: dict[int, float] = {}
         self.expert_figures: dict[str, float] = {}
         self.pair_figures: dict[str, float] = {}
         facts = to_dict(self.config)
@@ -393,6 +397,12 @@ class Teller:
             f" ({', '.join(of_rate)}); {advice}"
         )
 
+    def untrained(self, validated: Validated) -> None:
+        """Print and write the validation before the first step."""
+        self.validations[0] = validated.loss
+        self.say(f"before the first step · val loss {validated.loss:.4f}")
+        self.event("untrained", validated.figures(), 0)
+
     def started(self, seconds: Mapping[str, float]) -> None:
         """Write how long the parts of the start took: the first line of a new run's metrics."""
         self.event("startup", seconds)
@@ -404,8 +414,7 @@ class Teller:
     ) -> StepReport:
         """Return the figures of the step that was just taken; ``loads`` are its experts' loads, if reported."""
         self.expert_figures = figures_of_experts(loads)
-        self.last_loss = float(loss)
-        self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        self.losses.append(float(loss))
         self.pair_figures = {name: float(value) for name, value in loss.figures.items()}
         self.throughput.add(self.r.feed.row_lengths().tolist(), seconds)
         c = self.r.shape
@@ -421,7 +430,7 @@ class Teller:
         return StepReport(
             step=self.at.step,
             total_steps=self.config.steps,
-            loss=self.last_loss,
+            loss=self.losses[-1],
             grad_norm=result.grad_norm,
             learning_rate=rate,
             tokens_per_second=speed,
@@ -437,7 +446,7 @@ class Teller:
     def step(self, report: StepReport, validated: Validated | None) -> None:
         """Show a step, and write its line of metrics where one is due."""
         if validated is not None:
-            self.last_validation = validated.loss
+            self.validations[self.at.step] = validated.loss
             report = replace(report, validation_loss=validated.loss)
         self.progress.update(report)
         if self.at.step % self.config.logging.every == 0 or validated is not None or self.at.step == self.config.steps:
@@ -499,9 +508,10 @@ class Teller:
             run_folder=self.folder.path,
             step=self.at.step,
             total_steps=self.config.steps,
-            loss=self.last_loss,
-            first_loss=self.first_loss,
-            validation_loss=self.last_validation,
+            loss=self.losses[-1] if self.losses else None,
+            first_loss=self.losses[0] if self.losses else None,
+            validation_loss=next(reversed(self.validations.values()), None),
+            first_validation=self.validations.get(0),
             tokens=self.at.tokens,
             seconds=seconds,
             skipped=self.at.skipped,
@@ -520,6 +530,10 @@ class Teller:
             again = command("train", self.folder.path)
             self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: {again}")
         else:
+            asked = self.r.request
+            tells = is_fine_tuning(asked) and not self.pair_figures  # less loss on pairs is not always better
+            if tells and (outlook := more_or_fewer(asked, self.losses, self.validations)):
+                self.say(f"\n{outlook}")
             self.say("\n" + next_steps(self.folder.path, self.config, self.r.plan))
 
 
