@@ -12,7 +12,7 @@ import copy
 import importlib
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,28 +122,6 @@ def stacked_parameters(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def refuse_beside_stacks(parameters: Collection[str], adapters: Adapters, where: str) -> None:
-    """Refuse what peft cannot do beside stacked parameters, to whose values it adds the adapters' product.
-
-    Raises:
-        UnsupportedError: dropout or DoRA.
-    """
-    if not parameters:
-        return
-    name = pattern(next(iter(parameters)))
-    if adapters.dropout:
-        raise UnsupportedError(
-            f"{where}.dropout = {adapters.dropout}: beside stacked experts ({name}) adapters are added to the weights,"
-            f" not to what comes out, so that no feature of their input can be zeroed. Set dropout = 0, or leave the"
-            f" stacks out of {where}.targets."
-        )
-    if adapters.kind == "dora":
-        raise UnsupportedError(
-            f"{where}.kind = dora: peft has no magnitudes beside stacked experts ({name}). Set kind = lora, or leave"
-            f" the stacks out of {where}.targets."
-        )
-
-
 # --- build a model with adapters
 
 SHOWN = 6
@@ -216,7 +194,19 @@ def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") 
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         raise ConfigError(f"{where}: {type(model).__name__} has adapters already: leave out {where}")
     targets, parameters = matched_layers(model, adapters.targets, f"{where}.targets")
-    refuse_beside_stacks(parameters, adapters, where)
+    if parameters:  # to whose values peft adds the adapters' product
+        name = pattern(parameters[0])
+        if adapters.dropout:
+            raise UnsupportedError(
+                f"{where}.dropout = {adapters.dropout}: beside stacked experts ({name}) adapters are added to the"
+                f" weights, not to what comes out, so that no feature of their input can be zeroed. Set dropout = 0, or"
+                f" leave the stacks out of {where}.targets."
+            )
+        if adapters.kind == "dora":
+            raise UnsupportedError(
+                f"{where}.kind = dora: peft has no magnitudes beside stacked experts ({name}). Set kind = lora, or"
+                f" leave the stacks out of {where}.targets."
+            )
     paths = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
     kept: dict[str, None] = {}
     for text in adapters.modules_to_save:
@@ -265,12 +255,9 @@ def peft_config(model: nn.Module, put: AdaptersPut, kept: Iterable[str]) -> Any:
 
 
 def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List the paths of the layers that targets select, and the names of stacked parameters, in the model's order.
+    """List the layers that targets select, and the stacked parameters, in the model's order; refuse vain targets.
 
     A parameter is selected by its module's name and its own, so that ``down_proj`` alone is a layer.
-
-    Raises:
-        ConfigError: a target selects no layer beside which an adapter can stand.
     """
     layers = [
         path

@@ -39,11 +39,7 @@ class Adapters:
     """Modules that are trained whole beside the adapters, named as targets are: lm_head."""
 
     def check(self, where: str = "adapters") -> None:
-        """Check the values' ranges.
-
-        Raises:
-            ConfigError: a value out of its range; names key, value and range.
-        """
+        """Raise ConfigError for a value out of its range; the text names key, value and range."""
         check_ranges(self, where)
 
 
@@ -80,11 +76,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Return whether a folder holds adapters of peft.
-
-    Raises:
-        ConfigError: it holds a whole model too, so that the adapters may be meant or not.
-    """
+    """Return whether a folder holds adapters of peft; raise ConfigError if it holds a whole model too."""
     if not (folder / CONFIG).is_file():
         return False
     if whole := next((name for name in WHOLE if (folder / name).is_file()), ""):

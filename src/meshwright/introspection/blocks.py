@@ -61,11 +61,7 @@ def hints_of(model: nn.Module) -> Hints:
 
 
 def give(model: nn.Module, hints: Hints) -> None:
-    """Give hints for a model, before it is planned or laid out.
-
-    Raises:
-        ConfigError: a pattern names no module, or a block lies inside another.
-    """
+    """Give hints for a model, before it is planned or laid out; raise ConfigError if they do not fit it."""
     paths = [clean(path) for path, _ in model.named_modules() if path]
     for name in ("blocks", "whole"):
         for text in getattr(hints, name):

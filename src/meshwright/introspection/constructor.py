@@ -47,12 +47,7 @@ BLANK = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", 
 
 @dataclass(frozen=True)
 class View:
-    """The geometry of a tensor in a storage.
-
-    Attributes:
-        storage: number of the storage in the recording.
-        offset, stride: in elements.
-    """
+    """The geometry of a tensor in a storage, by its number in the recording; stride and offset count elements."""
 
     storage: int
     size: tuple[int, ...]
@@ -261,11 +256,7 @@ A rank draws the numbers of the others too, to reach its own; at this size that 
 def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, ConstructorSteps]:
     """Call ``build`` on tensors without values, and return its model, on meta, with the steps by which it is made.
 
-    Args:
-        seed: seeds numpy's and Python's random numbers, which are recorded as constants.
-
-    Raises:
-        NotRecordedError: ``build`` does something that cannot be repeated later, or fails on tensors without values.
+    ``seed`` is of numpy's and Python's random numbers, which are recorded as constants. Raises NotRecordedError.
     """
     # created first: it imports much of torch, which must not see the replacements below
     fake = fake_mode()
@@ -334,11 +325,8 @@ class _ConstructorRecorder(EagerDispatchMode):
         known = len(self._numbers)
         result = func(*args, **kwargs)
         results = tuple(self.view(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        if (
-            results
-            and "dtype" in {argument.name for argument in schema_of(func).arguments}
-            and kwargs.get("dtype") is None
-        ):
+        takes_dtype = "dtype" in {argument.name for argument in schema_of(func).arguments}
+        if results and takes_dtype and kwargs.get("dtype") is None:
             viewed[1]["dtype"] = results[0].dtype  # the default dtype may have changed at the replay
         writes = {leaf.storage for leaf in written(func, *viewed) if isinstance(leaf, View)}
         created = {view.storage for view in results if view.storage >= known}

@@ -93,7 +93,19 @@ class _Operation:
             raise self.tape.refusal(f"values of the logits are read{where()}")
         if any(not isinstance(value, DeferredLogits) for value in self.written):
             raise self.tape.refusal(f"the logits are written into another tensor{where()}")
-        metas = self._on_meta()
+        # compute shapes, and raise what torch raises of these
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda x: x.meta if isinstance(x, DeferredLogits) else torch.empty_like(x, device="meta") if x.dim() else x,
+            (self.args, self.kwargs),
+        )
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        if self.name in ("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"):
+            metas = args[0] if self.name.endswith("_") else torch.empty_like(args[0])
+        else:
+            with torch.no_grad():
+                metas = self.operator(*args, **kwargs)
         groups = (self.tape.groups[value.place] for value in self.deferred)
         why = next((self.tape.obstacles[group] for group in groups if group in self.tape.obstacles), "")
         others = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
@@ -111,20 +123,6 @@ class _Operation:
         return self._given(metas, None, False, why)
 
     # --- what it gives
-
-    def _on_meta(self) -> Any:
-        """Compute shapes, and raise what torch raises of these."""
-        args, kwargs = tree_map_only(
-            Tensor,
-            lambda x: x.meta if isinstance(x, DeferredLogits) else torch.empty_like(x, device="meta") if x.dim() else x,
-            (self.args, self.kwargs),
-        )
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        if self.name in ("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"):
-            return args[0] if self.name.endswith("_") else torch.empty_like(args[0])
-        with torch.no_grad():
-            return self.operator(*args, **kwargs)
 
     def _given(self, metas: Any, columns: range | None, dropped: bool, why: str = "") -> Any:
         """Return deferred tensors of these shapes: those written into, views of an argument, or new ones."""

@@ -164,11 +164,7 @@ class ModelFacts:
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
-    """Read the facts off a module (best on meta, where only the walk costs time).
-
-    Raises:
-        ConfigError: the model has no parameters.
-    """
+    """Read the facts off a module (best on meta, where only the walk costs time)."""
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -328,13 +324,9 @@ def _patterns(names: tuple[str, ...]) -> str:
 
 
 def facts_with(model: Any, adapters: Adapters | None, hints: Hints | None = None) -> ModelFacts:
-    """Return facts about a model with its adapters; the model itself is not changed.
+    """Return facts about a model, or given ones, with its adapters; the model itself is not changed.
 
-    Args:
-        model: a config, a module, a function that returns one, or facts about a model as it is.
-
-    Raises:
-        ConfigError: adapters are requested for a module that is built already, or for facts.
+    Adapters for a module that is built already, or for facts, are refused.
     """
     if not isinstance(model, ModelFacts):
         return model_facts(as_module(with_adapters(model, adapters, in_place=False), hints=hints))

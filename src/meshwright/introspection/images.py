@@ -90,11 +90,7 @@ def size_of_images(vision: Any) -> tuple[int, ...]:
 def tokens_of(model: nn.Module, images: dict[str, Any]) -> int:
     """Return the number of tokens of one image, by ``get_image_features`` of the model or of one inside it.
 
-    Args:
-        images: the arguments of an image, each with a first dim of 1; heights and widths may be lists of numbers.
-
-    Raises:
-        Exception: whatever the last of these functions raises that are not content with the arguments.
+    Raises what the last of these functions raises that are not content with the image's arguments.
     """
     error: Exception = UnsupportedError(f"{type(model).__name__} has no get_image_features")
     for module in core_of(model).modules():
@@ -135,11 +131,7 @@ class ImageSize:
 
 
 def sizes_of(model: nn.Module, images: ImageArguments) -> tuple[ImageSize, ...]:
-    """Return sizes of images that a model takes, unequal ones where it takes such; () where none can be told.
-
-    Args:
-        model: a model with weights where only its code tells the number of an image's tokens; it may be on meta else.
-    """
+    """Return sizes of images that a model takes, unequal ones where it takes such; () where none can be told."""
     vision = getattr(getattr(core_of(model), "config", None), "vision_config", None)
     if GRID in images.names:  # two sizes in patches, the second half as wide
         patch, depth = getattr(vision, "patch_size", None), getattr(vision, "temporal_patch_size", 1)
@@ -314,7 +306,20 @@ def counted(batch: Batch, images: ImageArguments | None) -> Batch:
                 )
     else:
         counts = _given(batch, _number(batch, pixels)) if IMAGES_PER_ROW in batch else _inferred(batch, tokens, images)
-    _check_tokens(batch, tokens, counts, images)
+    # images of several sizes: the model itself tells
+    if bool(counts.any()) and not (PIXELS in batch and SIZES in batch):
+        each = None if lies_in_rows(batch, PIXELS) else _tokens_of_each(batch, images)
+        numbers, found = counts.tolist(), tokens.tolist()
+        if each is not None:
+            ends = torch.cat((torch.zeros(1, dtype=torch.int64), each.cumsum(0)))[counts.cumsum(0)]
+            wanted = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        else:
+            ratios = Counter(here / number for here, number in zip(found, numbers, strict=True) if number and here)
+            wanted = counts * (ratios.most_common(1)[0][0] if ratios else 1.0)
+        for row, (here, needed, number) in enumerate(zip(found, wanted.tolist(), numbers, strict=True)):
+            if here != needed:
+                why = f"its {number} images take {int(needed)}" if number else "no image"
+                raise ConfigError(_other_tokens(row, here, images, why))
     if not given:
         return batch
     whole = {**batch, IMAGES_PER_ROW: counts}
@@ -387,27 +392,6 @@ def _tokens_of_each(batch: Batch, images: ImageArguments) -> Tensor | None:
     if images.each and tuple(pixels.shape[1:]) == images.size and SIZES not in batch:
         return torch.full((len(pixels),), images.each)
     return None
-
-
-def _check_tokens(batch: Batch, tokens: Tensor, counts: Tensor, images: ImageArguments) -> None:
-    """Raise ConfigError for the first row whose image tokens are not those of its images."""
-    if not bool(counts.any()) or (PIXELS in batch and SIZES in batch):
-        return  # images of several sizes: the model itself tells
-    each = None if lies_in_rows(batch, PIXELS) else _tokens_of_each(batch, images)
-    if each is not None:
-        ends = torch.cat((torch.zeros(1, dtype=torch.int64), each.cumsum(0)))[counts.cumsum(0)]
-        wanted = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    else:
-        pairs = zip(tokens.tolist(), counts.tolist(), strict=True)
-        ratios = Counter(found / number for found, number in pairs if number and found)
-        if not ratios:
-            ratios[1.0] = 1
-        wanted = counts * ratios.most_common(1)[0][0]
-    for row, (found, needed, number) in enumerate(zip(tokens.tolist(), wanted.tolist(), counts.tolist(), strict=True)):
-        if found != needed:
-            raise ConfigError(
-                _other_tokens(row, found, images, f"its {number} images take {int(needed)}" if number else "no image")
-            )
 
 
 def _other_tokens(row: int, found: int, images: ImageArguments, rest: str) -> str:

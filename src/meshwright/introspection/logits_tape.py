@@ -158,16 +158,6 @@ def columns_of(piece: Tensor, held: range, kept: range, here: range) -> Tensor:
     return piece[:, begin : begin + len(want) * (want.step // have.step) : want.step // have.step]
 
 
-def ids_here(ids: Tensor, columns: range, here: range) -> Tensor:
-    """Return which of a piece's columns are meant: (1, columns here), bool."""
-    mine = within(columns, here)
-    begin = (mine.start - columns.start) // columns.step
-    if ids.dtype != torch.bool:
-        chosen = torch.zeros(len(columns), dtype=torch.bool, device=ids.device)
-        ids = chosen.index_fill_(0, ids.long() % len(columns), True)
-    return ids[begin : begin + len(mine)].unsqueeze(0)
-
-
 # --- keep the operators between a head and the logits, and do them to a piece of the head's output
 
 
@@ -233,14 +223,7 @@ class LogitsTape:
             self.bases[group] = base
 
     def finish(self, logits: Tensor, *, cut: bool = False) -> DeferredLogits:
-        """Return the model's logits, once they are known to be made of what can be carried.
-
-        Args:
-            cut: the ranks share the vocabulary.
-
-        Raises:
-            UnsupportedError: the reason, with the line.
-        """
+        """Return the model's logits, once it is known that they can be carried; ``cut``: ranks share the vocabulary."""
         self.closed = True
         if not isinstance(logits, DeferredLogits) or logits.tape is not self:
             raise self.refusal("something that does not follow from the head's output alone")
@@ -341,7 +324,12 @@ def _given(values: Mapping[int, Tensor], tokens: slice, here: range, argument: A
             begin = (mine.start - columns.start) // columns.step
             return rows[:, begin : begin + len(mine)]
         case Ids(ids, columns):
-            return ids_here(ids, columns, here)
+            mine = within(columns, here)
+            begin = (mine.start - columns.start) // columns.step
+            if ids.dtype != torch.bool:
+                chosen = torch.zeros(len(columns), dtype=torch.bool, device=ids.device)
+                ids = chosen.index_fill_(0, ids.long() % len(columns), True)
+            return ids[begin : begin + len(mine)].unsqueeze(0)
         case tuple() | list():
             return type(argument)(_given(values, tokens, here, one) for one in argument)
         case _:

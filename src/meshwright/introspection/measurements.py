@@ -71,11 +71,7 @@ class Measurements:
         return self._once("token ids", lambda: stated(model, "vocab_size") or rows_of_token_table(model))
 
     def structure(self, ranks: int) -> Measured:
-        """Measure on a small copy how the model can be cut among ``ranks``.
-
-        Raises:
-            UnsupportedError: the model cannot be measured.
-        """
+        """Measure on a small copy how the model can be cut among ``ranks``."""
         cannot = "cannot be cut inside its blocks or between them"
         model = self._at_hand(f"this model {cannot}")
         if stated(model, "vocab_size") is None and not any(
@@ -88,21 +84,13 @@ class Measurements:
         return self._once(("structure", ranks), lambda: measured(model, ranks))
 
     def stacks(self, ranks: int) -> tuple[Stack, ...]:
-        """List the stacks of experts, after a small copy has shown that ``ranks`` can share them out.
-
-        Raises:
-            UnsupportedError: the stacks cannot be shared out, or there are none.
-        """
+        """List the stacks of experts, after a small copy has shown that ``ranks`` can share them out."""
         model = self.model
         assert model is not None
         return self._once(("stacks", ranks), lambda: measure_stacks(model, ranks))
 
     def mixing(self) -> Mixing:
-        """Find the calls by which the model's tokens see each other.
-
-        Raises:
-            UnsupportedError: there are none, or their masks follow no known rule.
-        """
+        """Find the calls by which the model's tokens see each other."""
         model = self._at_hand("rows of this model cannot be cut")
         return self._once("mixing", lambda: measure_mixing(model))
 
@@ -150,11 +138,7 @@ class Measurements:
         return self._of_sample(("dtypes of calls", dtypes), lambda sample: dtypes_of_calls(sample, dict(dtypes))) or {}
 
     def router_loss(self) -> RouterLoss | None:
-        """Return the routers' loss that a transformers model's config includes in its loss; None where there is none.
-
-        Raises:
-            UnsupportedError: the loss differs from the known one.
-        """
+        """Return the routers' loss that a transformers model's config includes in its loss; None for no loss."""
         model = self.model
         if model is None or not asks_for_router_loss(model):
             return None

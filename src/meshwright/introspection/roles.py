@@ -31,11 +31,7 @@ OWN = "torch.nn.modules.linear"
 
 
 def reader_of(frame: Any, *others: str) -> str:
-    """Return the module and function that a frame belongs to; "" if it may read a weight.
-
-    Args:
-        others: further modules that may.
-    """
+    """Return the module and function that a frame belongs to; "" if it, or one of ``others``, may read a weight."""
     module = frame.f_globals.get("__name__", "")
     return "" if f"{module}.".startswith((*MAY_READ, *others)) else f"{module}: {frame.f_code.co_name}"
 
@@ -52,10 +48,7 @@ class _Watched(nn.Linear):
 
 
 def find_readers(sample: Sample) -> dict[str, str]:
-    """Map patterns of linear layers' paths to the code that reads their weights in the sample's forwards.
-
-    Empty where those fail.
-    """
+    """Map patterns of linear layers' paths to code that reads their weights; empty where the sample's forwards fail."""
     model = copy_of(sample.model)
     watched = {clean(raw): module for raw, module in model.named_modules() if type(module) is nn.Linear}
     for module in watched.values():

@@ -133,12 +133,9 @@ def _arguments(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a forward's output.
+    """Return the logits of a forward's output; UnsupportedError, if none or several values could be, proposes which.
 
     The logits are a tensor output itself, its ``logits``, or its only floating (rows, seq, vocabulary).
-
-    Raises:
-        UnsupportedError: none or several values could be the logits; the text proposes what to return.
     """
     if isinstance(output, Tensor):
         return output

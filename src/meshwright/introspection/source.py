@@ -64,12 +64,9 @@ class CausalLM:
     stored: dict[str, Any] | None = field(default=None, compare=False)
 
     def __call__(self) -> nn.Module:
-        """Build the module, without a key-value cache.
+        """Build the module, without a key-value cache; raise ConfigError where transformers cannot.
 
         With a cache, transformers neither keeps packed documents apart nor survives recomputation.
-
-        Raises:
-            ConfigError: transformers has no language model for the config, or its values do not fit together.
         """
         auto = self.auto_class
         config = copy.deepcopy(self.config)
@@ -173,7 +170,7 @@ def _refuse_unknown(keys: dict[str, Any], file: Path, transformers: Any, trusted
             f"{KEY}: {file} names other files for itself (configuration_files = {named!r:.80}): give the one that is"
             f" meant as {CONFIG}"
         )
-    codes = keys.get("auto_map")
+    codes, kind = keys.get("auto_map") or {}, keys.get("model_type")
     for name in codes.values() if isinstance(codes, dict) else ():
         if "--" in str(name):
             raise ConfigError(
@@ -186,17 +183,15 @@ def _refuse_unknown(keys: dict[str, Any], file: Path, transformers: Any, trusted
                 f"{KEY}: {file} names code to be fetched ({key} = {kernel!r}), which is not run: take {key} out of it"
             )
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    kind = keys.get("model_type")
-    codes = keys.get("auto_map") or {}
     if not isinstance(codes, dict) or not isinstance(kind, str | None):
         raise ConfigError(
             f"{KEY}: {file} has model_type {kind!r} and auto_map {codes!r:.80}: a text and a table were expected"
         )
-    if kind in known or (keys.get("auto_map") and trusted):
+    if kind in known or (codes and trusted):
         return
-    if keys.get("auto_map"):
+    if codes:
         raise ConfigError(
-            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, keys['auto_map'].values()))}), and"
+            f"{KEY}: {file} names code of its own (auto_map: {', '.join(map(str, codes.values()))}), and"
             f" transformers {transformers.__version__} has no model_type {kind!r}. Read that code, then allow it with"
             f" {TRUST} = true, on the command line: --{TRUST}=true (of a model to inspect, --trust)"
         )
@@ -358,11 +353,7 @@ class ModelOrigin:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: Path) -> ModelOrigin:
-        """Return what ``to_json`` wrote.
-
-        Raises:
-            IntegrityError: the values are of another form.
-        """
+        """Return what ``to_json`` wrote; raise IntegrityError for values of another form."""
         kind, config, adapters = values.get("kind", ""), values.get("config", {}), values.get("adapters")
         if not (isinstance(kind, str) and isinstance(config, dict) and isinstance(adapters, dict | None)):
             raise IntegrityError(f"{where} is damaged: its 'model' does not describe one")
@@ -380,11 +371,7 @@ class ModelOrigin:
     def builder(self, folder: Path) -> Callable[[], nn.Module]:
         """Return a function that builds the model without its adapters; code is transformers' own alone.
 
-        Args:
-            folder: a folder into which the config is written for transformers to read.
-
-        Raises:
-            ConfigError, UnsupportedError: this transformers has no such model or does not take its config.
+        The config is written into ``folder`` for transformers to read.
         """
         transformers = import_transformers("convert")
         kind = getattr(transformers, self.kind, None)

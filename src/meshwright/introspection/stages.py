@@ -33,10 +33,6 @@ def read_outside(sample: Sample, branch: Branch) -> str:
     """Describe the first things besides a block's output that the forward reads after it; "" if there are none.
 
     Parameters of the model itself that the forward reads outside the modules that it calls are reported too.
-
-    Args:
-        sample: a small model, with weights; a copy's forward runs once.
-        branch: the forward.
     """
     blocks, (model, way) = sample.blocks, branch.copied(sample)
     watch = _ReadsBetweenBlocks(
@@ -249,10 +245,25 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
         linears = tuple(measured.probes[kind.blocks[0]][0].linears.items())
         kinds.append(BlockFlow(kind.blocks, kind.hidden, isinstance(output, tuple), linears))
         width = first.shape[-1]
-    apart = (*sample.blocks, *structure.of_images)
-    before, behind = _ends(sample.model, apart, structure.embedding, structure.head, structure.before)
+    before: list[str] = []
+    behind: list[str] = []
+    for name, _ in sample.model.named_parameters(remove_duplicate=False):
+        path = owner(clean(name))
+        if not any(is_within(path, apart) for apart in (*sample.blocks, *structure.of_images)):
+            is_before = clean(name) in structure.before and path != structure.head
+            (before if is_before or path == structure.embedding else behind).append(path)
+    behind = [path for path in dict.fromkeys(behind) if path not in before]
+    block = sample.blocks[0]
+    if shapes_of(model.get_submodule(block)) != shapes_of(sample.model.get_submodule(block)):
+        stated = stated_width(model)
+        if stated is None or stated_width(sample.model) != width:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)})"
+                f" says how many features its blocks hand on. Set layout.pp = 1."
+            )
+        width = stated
     counts_tokens_behind = structure.counts_tokens_behind or _fails_without_tokens_behind(sample)
-    return Flow(tuple(kinds), before, behind, _real_width(model, sample, width), counts_tokens_behind)
+    return Flow(tuple(kinds), tuple(dict.fromkeys(before)), tuple(behind), width, counts_tokens_behind)
 
 
 def _fails_without_tokens_behind(sample: Sample) -> bool:
@@ -270,30 +281,3 @@ def _fails_without_tokens_behind(sample: Sample) -> bool:
         except Exception:  # noqa: BLE001  (whatever a model's code raises if its sizes do not fit)
             return True
     return False
-
-
-def _ends(
-    model: nn.Module, apart: tuple[str, ...], embedding: str | None, head: str | None, before: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    first: list[str] = []
-    last: list[str] = []
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        path = owner(clean(name))
-        if any(is_within(path, module) for module in apart):
-            continue
-        (first if path == embedding or (clean(name) in before and path != head) else last).append(path)
-    return tuple(dict.fromkeys(first)), tuple(path for path in dict.fromkeys(last) if path not in first)
-
-
-def _real_width(model: nn.Module, sample: Sample, width: int) -> int:
-    """Return the model's width: the small copy's if its blocks are as large, else the one that the config states."""
-    block = sample.blocks[0]
-    if shapes_of(model.get_submodule(block)) == shapes_of(sample.model.get_submodule(block)):
-        return width
-    found = stated_width(model)
-    if found is None or stated_width(sample.model) != width:
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: no key of its config ({', '.join(WIDTH)}) says"
-            f" how many features its blocks hand on. Set layout.pp = 1."
-        )
-    return found

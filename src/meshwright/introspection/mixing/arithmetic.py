@@ -44,11 +44,7 @@ class PlaceMask:
 
     @by_values
     def dense(self, rows: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Evaluate the mask as torch does, place by place: (rows, 1, queries, keys) bool.
-
-        Raises:
-            UnsupportedError: it differs from head to head.
-        """
+        """Evaluate the mask, one for all heads, as torch does, place by place: (rows, 1, queries, keys) bool."""
         from torch.nn.attention.flex_attention import create_mask
 
         made = create_mask(self.function, rows, heads, queries, keys, device=str(device))
@@ -130,11 +126,7 @@ def flex_call(
     *_: Any,
     **__: Any,
 ) -> AttentionCall:
-    """Describe a call of ``flex_attention`` by the arguments of its operator.
-
-    Raises:
-        UnsupportedError: scores are changed by another function than a soft cap, or more than the output is asked for.
-    """
+    """Describe a call of ``flex_attention`` by the arguments of its operator; refuse what is not computed."""
     if query.device.type == "cpu" and any(options.get(name) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")):
         # on other devices torch computes logarithms for its backward too; small copies are on the CPU
         raise UnsupportedError(
@@ -160,11 +152,7 @@ _caps: WeakKeyDictionary[Any, float | None] = WeakKeyDictionary()
 
 
 def soft_cap_of(score_mod: Any) -> float | None:
-    """Return the soft cap c of a function of scores that computes c · tanh(score / c); None if it changes none.
-
-    Raises:
-        UnsupportedError: it computes something else.
-    """
+    """Return the c of a score function that computes c · tanh(score / c), None if it changes none; refuse any other."""
     if score_mod not in _caps:
         scores = torch.tensor(SCORES, dtype=torch.float64)
         try:
@@ -194,11 +182,7 @@ def _name(function: Any) -> str:
 
 
 def far_rules(call: AttentionCall) -> list[MaskRule]:
-    """Return rules by which a call's mask may reach, from its values far from a row's first tokens.
-
-    Raises:
-        UnsupportedError: heads differ there.
-    """
+    """Return rules by which a call's mask may reach, from its values far from a row's first tokens."""
     function, last = call.mask.function, torch.tensor(call.query.shape[1] - 1)
     try:
         found, of_last = rule_of(function), rule_of(lambda row, head, query, key: function(row, last, query, key))

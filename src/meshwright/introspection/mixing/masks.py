@@ -96,11 +96,7 @@ def within(function: MaskFunction, documents: Tensor) -> MaskFunction:
 
 
 def in_segments(function: MaskFunction, positions: Tensor, segments: Tensor) -> MaskFunction:
-    """Apply a mask to positions instead of places, within segments, as transformers does for packed rows.
-
-    Args:
-        positions, segments: (rows, length).
-    """
+    """Apply a mask to (rows, length) positions, not places, within segments, as transformers does for packed rows."""
 
     def inside(row: Any, head: Any, query: Any, key: Any) -> Tensor:
         allowed = function(row, head, positions[row, query], positions[row, key])

@@ -140,17 +140,8 @@ LONGEST_MEASURED = 8192
 """Tokens of the longest rows in which masks that are tensors are compared with their rules."""
 
 
-def stated_rule(model: nn.Module, path: str) -> str:
-    """Return the rule of masks that a module states; "" for most."""
-    return next((getattr(m, "mask_rule", "") for name, m in model.named_modules() if clean(name) == path), "")
-
-
 def refuse_other_masks(model: nn.Module, callers: Sequence[Caller], length: int) -> None:
-    """Compare the masks that a model makes as tensors with the measured rules, in rows of this length.
-
-    Raises:
-        UnsupportedError: a mask follows another rule, or rows are too long for that to be seen.
-    """
+    """Raise UnsupportedError where a model's mask, in rows of this length, may differ from the measured rule."""
     rules = {caller.path: caller.rule for caller in callers if caller.is_dense}
     if not rules or length <= LENGTHS[0]:
         return
@@ -230,11 +221,7 @@ def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> boo
 
 
 def measure_mixing(model: nn.Module) -> Mixing:
-    """Find on a small copy the calls of attention of a model, and the modules in which tokens meet otherwise.
-
-    Raises:
-        UnsupportedError: there are none, or a mask follows no known rule; the text names the module.
-    """
+    """Find on a small copy the calls of attention of a model, and the modules in which tokens meet otherwise."""
     original, model = model, copy_of(small_copy(model))
     base = intercept_transformers(model)
     seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
@@ -259,7 +246,8 @@ def measure_mixing(model: nn.Module) -> Mixing:
         try:
             if path in computing:
                 raise UnsupportedError(f"{path} computes with the attention mask itself")
-            callers.append(caller_of(path, calls, stated_rule(model, path)))
+            stated = (getattr(m, "mask_rule", "") for name, m in model.named_modules() if clean(name) == path)
+            callers.append(caller_of(path, calls, next(stated, "")))
         except UnsupportedError as error:
             if any(isinstance(call.mask, PlaceMask) for call, _ in calls):
                 raise  # flex_attention of whole rows has no backward on a CPU, and could not be rehearsed

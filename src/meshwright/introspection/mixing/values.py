@@ -219,11 +219,7 @@ def is_general_code(file: str) -> bool:
 
 
 class Length(int):
-    """A whole number that is computed from a row's tokens; notes what is done with it.
-
-    Attributes:
-        expression: how it is computed (``values.Expression``).
-    """
+    """A whole number that is computed from a row's tokens by an ``expression``; notes what is done with it."""
 
     uses: _Uses
     expression: Expression
@@ -365,10 +361,7 @@ def find_length_uses(
 ) -> tuple[LengthUse, ...]:
     """Run forwards of a small copy, and of the model itself on meta, and return what they do with their length.
 
-    Args:
-        small: a copy that computes.
-        inside: modules that are given whole rows, in which everything is known.
-        makes_positions: the model is given no positions where a batch has none.
+    Modules ``inside`` are given whole rows. ``makes_positions``: the model is given none where a batch has none.
     """
     by_line = []
     for made, device in ((small, torch.device("cpu")), (meta_copy_of(model), torch.device("meta"))):

@@ -200,7 +200,9 @@ def whole_arguments(
     wanted: Mapping[str, Iterable[str]],
     device: torch.device,
 ) -> dict[str, dict[str, Any]]:
-    """Run a model without values, and return what its modules are given.
+    """Run a model without values, and return what its modules are given, in their first calls.
+
+    An argument that depends on weights is on meta; code that looks at their values raises.
 
     Args:
         model: made by ``copy_without_values``.
@@ -208,12 +210,6 @@ def whole_arguments(
         batch: of whole rows; which tokens it has does not matter, but for their number.
         wanted: by module, arguments by their paths, such as "[1]['attention_mask']".
         device: where values are; meta: there are none.
-
-    Returns:
-        By module, the arguments of its first call. An argument that depends on weights is on meta.
-
-    Raises:
-        Exception: whatever the model's code raises that looks at values of weights.
     """
     found: dict[str, dict[str, Any]] = {}
 
@@ -307,11 +303,7 @@ def find_mixers(
 
 
 def _gives_other(module: nn.Module, call: WatchedCall, watch: OneTokenWatch, part: Tensor, *, far: bool) -> bool:
-    """Compare the outputs for a part of the tokens with that part of the outputs for all.
-
-    Args:
-        far: the last token's integers, which may be positions, are moved far on.
-    """
+    """Compare the outputs for some tokens with those of all; ``far``: with the last token's integers moved far on."""
     given, moved = (call.args, call.kwargs), list[Tensor]()
 
     def moved_far(leaf: Any) -> Any:

@@ -155,9 +155,18 @@ def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Collect the tensors with a value for each row, and the names of numbers that a backward could start from."""
+    if isinstance(output, Tensor):
+        fields: Iterable[tuple[str, Any]] = [("output", output)]
+    elif isinstance(output, Mapping):
+        fields = output.items()
+    elif isinstance(output, (tuple, list)):
+        fields = [(f"[{number}]", value) for number, value in enumerate(output)]
+    else:
+        own = dict(vars(output)) if hasattr(output, "__dict__") else {}
+        fields = ({"logits": getattr(output, "logits", None)} | own).items()
     found: dict[str, Tensor] = {}
     losses = []
-    for name, value in _fields(output):
+    for name, value in fields:
         for number, tensor in enumerate(
             leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ):
@@ -166,17 +175,6 @@ def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             elif tensor.numel() == 1 and tensor.requires_grad:
                 losses.append(name)
     return found, tuple(dict.fromkeys(losses))
-
-
-def _fields(output: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(output, Tensor):
-        return [("output", output)]
-    if isinstance(output, Mapping):
-        return output.items()
-    if isinstance(output, (tuple, list)):
-        return [(f"[{number}]", value) for number, value in enumerate(output)]
-    own = dict(vars(output)) if hasattr(output, "__dict__") else {}
-    return ({"logits": getattr(output, "logits", None)} | own).items()
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -310,12 +308,7 @@ SHARE = 2
 
 
 def _sign(name: str, given: list[int], args: Sequence[Any]) -> int:
-    """Return 1 where further rows can only raise an operator's result, -1 where only lower it, 0 where unknown.
-
-    Args:
-        given: the signs of its tensors.
-        args: its arguments.
-    """
+    """Return the sign of a result: 1 where further rows can only raise it, -1 where only lower it, 0 where unknown."""
     if name in ("mean", "sum") and not (args[0].is_complex() or args[0].is_meta):
         return 0 if bool((args[0] < 0).any()) else SHARE if name == "mean" else 1
     if given[:1] == [SHARE] and name in COMPARISONS:
@@ -342,11 +335,7 @@ class _Lists(TorchFunctionMode):
 
 
 class FixedDraws(EagerDispatchMode):
-    """A mode that fixes random draws, and no more.
-
-    Attributes:
-        seen: there were some.
-    """
+    """A mode that fixes random draws, and no more; ``seen`` says whether there were some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,11 +400,7 @@ class Decisions(HeldRandomness):
     """
 
     def __init__(
-        self,
-        given: Sequence[Tensor],
-        model: nn.Module,
-        apart: Collection[str] = (),
-        inverted: Line | None = None,
+        self, given: Sequence[Tensor], model: nn.Module, apart: Collection[str] = (), inverted: Line | None = None
     ):
         super().__init__(given[0], stacks=("apart",))
         for tensor in given[1:]:

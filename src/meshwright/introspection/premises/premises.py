@@ -45,13 +45,6 @@ def numbers(model: nn.Module) -> dict[str, float]:
     }
 
 
-def forward_to(model: nn.Module, counters: tuple[str, ...]) -> None:
-    for path, module in model.named_modules():
-        for name, value in list(vars(module).items()):
-            if f"{clean(path)}.{name}".lstrip(".") in counters:
-                setattr(module, name, value + FAR)
-
-
 # --- find users' hooks on parameters
 
 LARGEST_GRADIENT = 1 << 24
@@ -228,7 +221,13 @@ def _on_copies(model: nn.Module) -> Premises:
 
 
 def _seen(model: nn.Module, length: int) -> Premises:
-    first, second = _batches(ids_of(model), length)
+    ids = ids_of(model)
+    # as many ids as there can be; halves begin with different ids, even and odd, and one id stands in all rows
+    spread = torch.randperm(ids, generator=torch.Generator().manual_seed(0))[: ROWS * length]
+    first = spread.repeat(-(-ROWS * length // len(spread)))[: ROWS * length].view(ROWS, length).clone()
+    first[:, -2] = ids - 1
+    first[:, 0] = torch.tensor([0, 1, 3, 2]) % ids
+    second = ((first[:1] + 1) % ids).repeat(ROWS, 1)  # one row
     together = played(model, first)
     if not any(bool(value.isfinite().all()) for value in together.outputs.values()):
         raise ValueError("its output is not finite on made-up weights")
@@ -236,9 +235,17 @@ def _seen(model: nn.Module, length: int) -> Premises:
     plays = [together, *halves, *_more_plays(model, first, together)]
     given = [set(play.gradients) for play in plays]
     ever, always = set.union(*given), set.intersection(*given)
+    # ``if tokens.max() > 60`` decides for several rows; nothing depends on ``if chosen.any()`` before computing chosen
+    # tokens. Rows of few ids are tried too, since those of all may meet every condition.
+    decides = (_moved(model, first, together, halves) or _beside_others(model, first)) if together.decides else ""
+    if together.decides and not decides:
+        with contextlib.suppress(Exception):  # whatever a model's code raises of few ids
+            few = ((ids // 2 + torch.arange(ROWS)) % ids)[:, None].expand_as(first).clone()
+            apart = [played(model, few[:2], offset=0), played(model, few[2:], offset=2)]
+            decides = _moved(model, few, played(model, few), apart)
     found = Premises(
         mixes_rows=_mixing(together, halves),
-        decides_by_batch=_decides(model, first, together, halves) if together.decides else "",
+        decides_by_batch=decides,
         conditional=tuple(name for name in together.names if name in ever - always),
         unused=tuple(name for name in together.names if name not in ever),
         sparse=together.sparse,
@@ -271,19 +278,6 @@ def _with_images(model: nn.Module, tokens: Tensor, found: Premises) -> Premises:
     )
 
 
-def _batches(ids: int, length: int) -> tuple[Tensor, Tensor]:
-    """Make two batches of (ROWS, seq).
-
-    The first has as many ids as it can; its halves begin with different ids, even and odd, and one id stands in all
-    rows. The second repeats one row.
-    """
-    spread = torch.randperm(ids, generator=torch.Generator().manual_seed(0))[: ROWS * length]
-    tokens = spread.repeat(-(-ROWS * length // len(spread)))[: ROWS * length].view(ROWS, length).clone()
-    tokens[:, -2] = ids - 1
-    tokens[:, 0] = torch.tensor([0, 1, 3, 2]) % ids
-    return tokens, ((tokens[:1] + 1) % ids).repeat(ROWS, 1)
-
-
 # --- rows
 
 
@@ -307,7 +301,17 @@ def _mixing(together: Play, halves: list[Play]) -> str:
         if name in half.outputs
     )
     if depends:
-        return _begins(together, halves)
+        # name the first module whose inputs are equal with and without the other rows, and whose outputs differ
+
+        def equal(path: str, place: int) -> bool:
+            return not any(
+                _differ(found, _half(whole, number, ROWS) if found.shape != whole.shape else whole)
+                for number, half in enumerate(halves)
+                for found, whole in zip(half.seen.get(path, ([], []))[place], together.seen[path][place], strict=False)
+            )
+
+        path = next((path for path in together.seen if path and equal(path, 0) and not equal(path, 1)), "")
+        return f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
     floor = 1e-8 * max(
         (float(gradient.abs().max()) for gradient in together.gradients.values() if gradient.numel()), default=1.0
     )
@@ -318,27 +322,8 @@ def _mixing(together: Play, halves: list[Play]) -> str:
     return ""
 
 
-def _decides(model: nn.Module, first: Tensor, together: Play, halves: list[Play]) -> str:
-    """Return the place of a decision by values of the whole batch on which several rows' outputs depend; "" of none.
-
-    ``if tokens.max() > 60`` is such a line, and ``if x.mean() > 0.1``; of ``if chosen.any()`` before a computation of
-    the chosen tokens nothing depends. Rows of few ids are tried too, since those of all may meet every condition.
-    """
-    ids = ids_of(model)
-    few = ((ids // 2 + torch.arange(ROWS)) % ids)[:, None].expand_as(first).clone()
-    found = _moved(model, first, together, halves) or _beside_others(model, first)
-    if not found:
-        with contextlib.suppress(Exception):  # whatever a model's code raises of few ids
-            apart = [played(model, few[:2], offset=0), played(model, few[2:], offset=2)]
-            found = _moved(model, few, played(model, few), apart)
-    return found
-
-
 def _moved(model: nn.Module, tokens: Tensor, together: Play, halves: list[Play]) -> str:
-    """Read other values, that further rows could give, where a number is none of the rows of a half.
-
-    A truth whose sign is known needs no number.
-    """
+    """Read other values that further rows could give, where a number is none of a half's, or a truth has a sign."""
     of_halves = {(read[:3], reading.number) for half in halves for read, reading in half.reads.items()}
     for read, reading in [*together.reads.items()][:READS]:
         is_known = isinstance(reading.value, bool) and reading.sign != 0
@@ -349,20 +334,16 @@ def _moved(model: nn.Module, tokens: Tensor, together: Play, halves: list[Play])
         for value in reading.others():
             with contextlib.suppress(Exception):  # whatever a model's code raises of a wrong number
                 play = played(model, tokens, turned=read, instead=value)
-                if len(_changed(together, play)) > 1:
+                moved = {
+                    row
+                    for name, value in together.outputs.items()
+                    if name in play.outputs and value.dim() and play.outputs[name].shape[1:] == value.shape[1:]
+                    for row in range(min(len(value), len(play.outputs[name]), ROWS))
+                    if _differ(play.outputs[name][row], value[row])
+                }
+                if len(moved) > 1:
                     return _place(together, read)
     return ""
-
-
-def _changed(play: Play, other: Play) -> set[int]:
-    """Return the rows whose outputs differ."""
-    return {
-        row
-        for name, value in play.outputs.items()
-        if name in other.outputs and value.dim() and other.outputs[name].shape[1:] == value.shape[1:]
-        for row in range(min(len(value), len(other.outputs[name]), ROWS))
-        if _differ(other.outputs[name][row], value[row])
-    }
 
 
 def _beside_others(model: nn.Module, first: Tensor) -> str:
@@ -400,28 +381,8 @@ def _half(value: Tensor, number: int, rows: int) -> Tensor:
     return value[number * size : (number + 1) * size] if value.dim() and len(value) % rows == 0 else value
 
 
-def _begins(together: Play, halves: list[Play]) -> str:
-    """Name the first module whose inputs are equal with and without the other rows, and whose outputs differ."""
-
-    def equal(path: str, place: int) -> bool:
-        for number, half in enumerate(halves):
-            pairs = list(zip(half.seen.get(path, ([], []))[place], together.seen[path][place], strict=False))
-            if any(
-                _differ(found, _half(whole, number, ROWS) if found.shape != whole.shape else whole)
-                for found, whole in pairs
-            ):
-                return False
-        return True
-
-    path = next((path for path in together.seen if path and equal(path, 0) and not equal(path, 1)), "")
-    return f"{path} ({together.kinds[path]})" if path else f"{together.kinds['']} itself"
-
-
 def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Play]:
-    """Run a model that branches on its data on few tokens, with other weights (other routes), and inverted reads.
-
-    A run that the model's code cannot take is skipped.
-    """
+    """Run a model that branches on its data on few tokens, with other weights (other routes), and inverted reads."""
     levels = [*EXTREMES, *((place + 0.5) / SEEDS for place in range(SEEDS))]
     for seed, level in enumerate(levels, 2) if together.tosses else ():
         try:
@@ -431,8 +392,17 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
     if not together.decides:
         return
     few = [token.expand(1, 2).clone() for token in (first[:1, :1], first[-1:, 1:2])]
+    redrawn = []
+    for seed in (1, 2):  # other weights, and biases near zero
+        made, generator = copy_of(model), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(
+                    random_like(parameter, generator) - (1.0 if name.endswith("bias") and parameter.dim() < 2 else 0.0)
+                )
+        redrawn.append(made)
     tries: list[tuple[nn.Module, Tensor, Any]] = [
-        (made, tokens, None) for made in (model, *_redrawn(model)) for tokens in (first, *few)
+        (made, tokens, None) for made in (model, *redrawn) for tokens in (first, *few)
     ]
     tries += [(model, first, read) for read in [*together.reads][:READS]]
     for made, tokens, turned in tries[1:]:
@@ -440,18 +410,6 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
             yield played(made, tokens, turned=turned)
         except Exception:  # noqa: BLE001  (two tokens may be too few, and an inverted number may be a wrong index)
             continue
-
-
-def _redrawn(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model with other weights, and biases near zero."""
-    for seed in (1, 2):
-        made, generator = copy_of(model), torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                parameter.copy_(
-                    random_like(parameter, generator) - (1.0 if name.endswith("bias") and parameter.dim() < 2 else 0.0)
-                )
-        yield made
 
 
 # --- state
@@ -485,7 +443,9 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
     buffers = tuple(w for name, w in written.items() if name not in parameters and (w.by_data or w.again))
     changed, explained = _unlike(once, twice) or _unlike(twice, later), bool(buffers)
     if counts and not changed:
-        forward_to(made, counts)
+        for path, module in made.named_modules():
+            for name in [name for name in vars(module) if f"{clean(path)}.{name}".lstrip(".") in counts]:
+                setattr(module, name, vars(module)[name] + FAR)
         changed = _unlike(later, _outputs(made, first))
     return replace(
         found,

@@ -221,11 +221,7 @@ def smaller(config: Any, blocks: int, ranks: int, *, few_experts: bool = False) 
 
 
 def _shrink_tower(config: Any, width: int) -> None:
-    """Shrink the vision tower of a config in place, and the images that it takes.
-
-    Args:
-        width: features of the small language model.
-    """
+    """Shrink the vision tower of a config in place, and the images that it takes, for a language model of ``width``."""
     tower = getattr(config, VISION)
     chosen = [getattr(config, key, None) for key in CHOSEN_LAYERS]  # one or several, from either end
     numbers = [index for named in chosen for index in (named if isinstance(named, (list, tuple)) else [named])]

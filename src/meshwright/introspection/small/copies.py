@@ -39,9 +39,7 @@ def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Modul
     """Copy a model deeply, together with the functions that replace modules' forwards, and hooks.
 
     ``copy.deepcopy`` leaves functions as they are: a copied model whose forward is a closure would run the original.
-
-    Args:
-        instead: objects to take in place of copies, by the id of the object that they replace.
+    ``instead``: objects to take in place of copies, by the id of the object that they replace.
     """
     memo: dict[int, Any] = dict(instead or {})
     made = copy.deepcopy(model, memo)
@@ -51,11 +49,7 @@ def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Modul
 
 
 def carry_functions(before: nn.Module, after: nn.Module, memo: dict[int, Any]) -> None:
-    """Give a module the replaced forward and the hooks of another, for its own modules and tensors.
-
-    Args:
-        memo: counterparts of modules and tensors, by id; functions that were copied are added.
-    """
+    """Give a module another's replaced forward and hooks, for its own modules and tensors; ``memo``: by id, theirs."""
     if (forward := vars(before).get("forward")) is not None:
         after.forward = _carried(forward, memo)
     for place, hooks in enumerate(forward_hooks(before)):
@@ -275,11 +269,7 @@ def grafted(large: nn.Module, small: nn.Module) -> nn.Module:
 
 
 class _Counterparts(dict[int, Any]):
-    """What stands in the small model for a module or tensor of the large one, by its id.
-
-    Raises:
-        UnlikeError: a replaced forward or a hook asks for a module or a parameter of the large model that has none.
-    """
+    """What stands in the small model for a module or tensor of the large one, by its id; UnlikeError of others."""
 
     def __init__(self, large: nn.Module) -> None:
         super().__init__()

@@ -68,15 +68,11 @@ class Sample:
 
 
 def samples_of(model: nn.Module, ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
-    """Yield copies of ``model`` that can be measured, small ones first.
+    """Yield copies of ``model``, on meta or not, that can be measured, small ones first; then refuse it as too large.
 
     Args:
-        model: a model on meta or not; it is left unchanged.
         ranks: size of the tensor axis.
         few_experts: reduce large numbers of experts in a layer.
-
-    Raises:
-        UnsupportedError: after the last copy, if the model itself is too large, or its weights cannot be initialised.
     """
     failed, takes = list[Exception](), Signature.of(model).takes
     core = core_of(model)
@@ -95,12 +91,7 @@ def samples_of(model: nn.Module, ranks: int, *, few_experts: bool = False) -> It
 def on_samples(
     model: nn.Module, ranks: int, measure: Callable[[Sample], Answer], failed: str, *, few_experts: bool = False
 ) -> Answer:
-    """Return what a function gives of the smallest copy that it can measure.
-
-    Raises:
-        ConfigError: hints name a module or argument that the model lacks.
-        UnsupportedError: it can measure none; ``failed`` begins the text where the model's code raises.
-    """
+    """Return what ``measure`` gives of the smallest copy that it can measure; else ``failed`` begins the refusal."""
     trouble: UnsupportedError | None = None
     try:
         for sample in samples_of(model, ranks, few_experts=few_experts):
@@ -227,7 +218,15 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
 
     def built_like() -> nn.Module:
         made = grafted(model, kind(config))
-        _switch_like(core_of(model), core_of(made))
+        # truths and names that were set behind the constructor, where all blocks of the model agree on them
+        modules = dict(core_of(model).named_modules())
+        for path, module in core_of(made).named_modules():
+            alike = [other for name, other in modules.items() if pattern(name) == pattern(path)]
+            for name, value in vars(module).items() if path in modules else ():
+                if type(value) in (bool, str) and name not in NOT_CARRIED and not name.startswith("_"):
+                    first, *others = (vars(other).get(name) for other in alike)
+                    if type(first) is type(value) and all(other == first for other in others):
+                        setattr(module, name, first)
         if recall(model, Hints) is not None:
             remember(made, hints_of(model))
         return made
@@ -254,18 +253,6 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
             " model so that it is built with the modules that it uses."
         )
     return made
-
-
-def _switch_like(model: nn.Module, made: nn.Module) -> None:
-    """Set truths and names that were set behind the constructor, where all blocks of the model agree on them."""
-    modules = dict(model.named_modules())
-    for path, module in made.named_modules():
-        alike = [other for name, other in modules.items() if pattern(name) == pattern(path)]
-        for name, value in vars(module).items() if path in modules else ():
-            if type(value) in (bool, str) and name not in NOT_CARRIED and not name.startswith("_"):
-                first, *others = (vars(other).get(name) for other in alike)
-                if type(first) is type(value) and all(other == first for other in others):
-                    setattr(module, name, first)
 
 
 def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:

@@ -62,12 +62,9 @@ class Stack:
         return rows, index, weights if weights.shape == index.shape else weights.gather(1, index)
 
     def compute(self, forward: Callable[[dict[str, Tensor]], Any], rows: Tensor, index: Tensor) -> Tensor:
-        """Compute with the module's own forward each row's expert output, (m, dim).
+        """Compute each row's expert output, (m, dim), with a ``forward`` that takes its arguments as a dict.
 
-        Args:
-            forward: forward of the module, which holds a part of the stack; it takes its arguments as a dict.
-            rows: (m, dim), at least one.
-            index: (m,) int64 experts, counted within that part.
+        The module of the forward holds a part of the stack; ``index``, (m,) int64, counts experts within that part.
         """
         given = {self.rows: rows, self.index: index.unsqueeze(1), self.weights: rows.new_ones(len(rows), 1)}
         return _first(forward(given))
@@ -115,11 +112,7 @@ def stack_paths(*models: nn.Module) -> set[str]:
 
 
 def measure_stacks(model: nn.Module, ranks: int) -> tuple[Stack, ...]:
-    """Measure a model's stacks and the roles of their arguments, and prove that ``ranks`` shares compute the same.
-
-    Raises:
-        UnsupportedError: there are no stacks, or shares compute something else; the text names the module.
-    """
+    """Measure a model's stacks and their arguments' roles, and prove that ``ranks`` shares compute the same."""
     known = find_stacks(model)
     if not known:
         raise UnsupportedError(f"{type(model).__name__} has no module of stacked experts inside its blocks")
@@ -247,12 +240,7 @@ class RouterLoss:
     place: int = 0
 
     def terms(self, logits: Sequence[Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Sum experts' choices, (experts,) int64, and probabilities, (experts,) float64, over all layers' tokens.
-
-        Args:
-            logits: each layer's router logits: (tokens, experts), or with more dims in front.
-            real: (tokens,) bool, False for those that do not count.
-        """
+        """Sum experts' choices, (experts,) int64, and probabilities, float64, over all layers' tokens but padding."""
         chosen: list[Tensor] = []
         added: list[Tensor] = []
         for layer in logits:
@@ -300,11 +288,7 @@ def asks_for_router_loss(model: nn.Module) -> bool:
 
 
 def measure_router_loss(model: nn.Module) -> RouterLoss | None:
-    """Measure a model's loss for its routers; None if nothing is added, whatever its config says.
-
-    Raises:
-        UnsupportedError: the loss has another form, or could not be tried out.
-    """
+    """Measure a model's loss for its routers; None if nothing is added, whatever its config says."""
     sample = next(samples_of(model, 1))
     core = core_of(sample.model)
     if hasattr(core, COEFFICIENT):

@@ -125,11 +125,7 @@ MOST_CHANGES_OF_BLOCKS = 2
 
 
 def local_form(probes: list[Probe], region: Region, ranks: int) -> LocalForm | None:
-    """Find how ``region`` runs on one of ``ranks``; None if no way is found.
-
-    Args:
-        probes: probes of one block, called in different ways (with a padding mask, without); the form must fit all.
-    """
+    """Find how ``region`` runs on one of ``ranks``, in all of one block's ``probes``; None if no way is found."""
     with torch.no_grad():
         rehearsals = [_Rehearsal(probe, region, ranks) for probe in probes]
         numbers: dict[tuple[str, str], list[tuple[int, int]]] = {}
@@ -248,48 +244,35 @@ class _Rehearsal:
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
         assert cut is not None
         whole = self.probe.calls[self.region.consumer][0].entered
-        assert whole is not None
+        assert whole is not None and self.probe.call.entered is not None
+        rows, before = len(self.probe.call.entered), self.call.left
         for rank, module in enumerate(self.copies):
-            found = self._run(module, rank, numbers, arguments, features, unread)
+            given: dict[int | str, Tensor] = {
+                a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
+            }
+            for key in self.hidden if features else ():
+                value = self.call.tensors[key]
+                given[key] = value.new_full((*value.shape[:-1], value.shape[-1] // features), torch.nan)
+            if unread is not None:
+                given[unread] = torch.full_like(self.call.tensors[unread], torch.nan)
+            args, kwargs = with_arguments(self.call.args, self.call.kwargs, given)
+            self.entered = None
+            with counting_locally(self._homes(module, numbers)), _NoEmptyAttention():
+                try:
+                    left = Call.of((), {}, module(*args, **kwargs)).left
+                except Exception as error:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
+                    self.stopped = line_that_raised(error)
+                    return False
+            if unread is None and left is not None:
+                if features and left.isnan().any():  # the container adds its input to its output
+                    return False
+                if not features and before is not None and not _close(left, before):  # more changes
+                    return False
+            found: Any = self.entered  # which the stub in the consumer's place sets
             expected = take(whole, -1, cut.parts, rank, self.ranks)
             if found is None or found.shape != expected.shape or not _close(found, expected):
                 return False
         return True
-
-    def _run(
-        self,
-        module: nn.Module,
-        rank: int,
-        numbers: tuple[LocalNumber, ...],
-        arguments: tuple[LocalArgument, ...],
-        features: int,
-        unread: int | str | None,
-    ) -> Tensor | None:
-        rows = self._rows()
-        given: dict[int | str, Tensor] = {
-            a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
-        }
-        for key in self.hidden if features else ():
-            value = self.call.tensors[key]
-            given[key] = value.new_full((*value.shape[:-1], value.shape[-1] // features), torch.nan)
-        if unread is not None:
-            given[unread] = torch.full_like(self.call.tensors[unread], torch.nan)
-        args, kwargs = with_arguments(self.call.args, self.call.kwargs, given)
-        self.entered = None
-        with counting_locally(self._homes(module, numbers)), _NoEmptyAttention():
-            try:
-                left = Call.of((), {}, module(*args, **kwargs)).left
-            except Exception as error:  # noqa: BLE001  (whatever the model's code raises when its sizes do not fit)
-                self.stopped = line_that_raised(error)
-                return None
-        whole = self.call.left
-        if unread is not None:
-            return self.entered
-        if features and left is not None and left.isnan().any():  # the container adds its input to its output
-            return None
-        if not features and left is not None and whole is not None and not _close(left, whole):  # more changes
-            return None
-        return self.entered
 
     def _homes(self, module: nn.Module, numbers: tuple[LocalNumber, ...]) -> list[tuple[nn.Module, LocalNumber]]:
         path = self.region.container

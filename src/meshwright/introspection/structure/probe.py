@@ -57,58 +57,46 @@ class Adapted:
 
 
 def find_adapted(block: nn.Module, calls: dict[str, list[Call]], linears: dict[str, bool]) -> tuple[Adapted, ...]:
-    """Find adapted linear layers in a block, or outside the blocks.
-
-    Args:
-        calls: calls of the modules inside, by path.
-        linears: linear layers; path -> whether the weight is stored (in, out).
-    """
+    """Find adapted linear layers; ``linears``: path -> whether the weight is stored (in, out)."""
     found: list[Adapted] = []
     for around in calls:
         inside = [path for path in linears if path != around and is_within(path, around)]
         if not around or len(inside) < 3 or len(inside) % 2 == 0 or len(calls[around]) != 1:
             continue
-        one = _adapted(block, calls, around, inside)
-        if one is not None and not any(
-            is_within(other.around, around) or is_within(around, other.around) for other in found
-        ):
-            found.append(one)
+        call = calls[around][0]
+        taken, given = call.entered, call.left
+        if taken is None or given is None or not isinstance(call.output, Tensor):
+            continue
+        takes = [path for path in inside if _equal(calls[path][0].entered, taken)]
+        pairs = [
+            (a, b)
+            for a in takes
+            for b in inside
+            if b not in takes and next(iter(calls[b][0].tensors.values()), None) is calls[a][0].output
+        ]
+        hosts = [path for path in takes if path not in {a for a, _ in pairs}]
+        if len(hosts) != 1 or sorted((*hosts, *(path for pair in pairs for path in pair))) != sorted(inside):
+            continue
+        (host,) = hosts
+        if any(block.get_submodule(path)._parameters.get("bias") is not None for pair in pairs for path in pair):
+            continue
+        module = block.get_submodule(around)
+        idle = {owner(name) for name, _ in module.named_parameters(around)} - set(inside)
+        if any(path in calls or path == around for path in idle):
+            continue
+        # the module's output is the host's plus a nonzero multiple of each of the others
+        outputs = [calls[path][0].left for path in (host, *(b for _, b in pairs))]
+        whole = [output for output in outputs if output is not None and output.shape == given.shape]
+        if len(whole) < len(outputs):
+            continue
+        rest, *columns = ((given - whole[0]).reshape(-1, 1), *(output.reshape(-1, 1) for output in whole[1:]))
+        added = torch.cat(columns, dim=1)
+        times = torch.linalg.lstsq(added, rest).solution
+        if not (added @ times - rest).norm() <= TOLERANCE * given.norm() or not bool((times != 0).all()):
+            continue
+        if not any(is_within(other.around, around) or is_within(around, other.around) for other in found):
+            found.append(Adapted(host, around, tuple(pairs), tuple(sorted(idle))))
     return tuple(found)
-
-
-def _adapted(block: nn.Module, calls: dict[str, list[Call]], around: str, inside: list[str]) -> Adapted | None:
-    call = calls[around][0]
-    taken, given = call.entered, call.left
-    if taken is None or given is None or not isinstance(call.output, Tensor):
-        return None
-    takes = [path for path in inside if _equal(calls[path][0].entered, taken)]
-    pairs = [
-        (a, b)
-        for a in takes
-        for b in inside
-        if b not in takes and next(iter(calls[b][0].tensors.values()), None) is calls[a][0].output
-    ]
-    hosts = [path for path in takes if path not in {a for a, _ in pairs}]
-    if len(hosts) != 1 or sorted((*hosts, *(path for pair in pairs for path in pair))) != sorted(inside):
-        return None
-    (host,) = hosts
-    if any(block.get_submodule(path)._parameters.get("bias") is not None for pair in pairs for path in pair):
-        return None
-    module = block.get_submodule(around)
-    idle = {owner(name) for name, _ in module.named_parameters(around)} - set(inside)
-    if any(path in calls or path == around for path in idle):
-        return None
-    # the module's output is the host's plus a nonzero multiple of each of the others
-    outputs = [calls[path][0].left for path in (host, *(b for _, b in pairs))]
-    whole = [output for output in outputs if output is not None and output.shape == given.shape]
-    if len(whole) < len(outputs):
-        return None
-    rest, *columns = ((given - whole[0]).reshape(-1, 1), *(output.reshape(-1, 1) for output in whole[1:]))
-    added = torch.cat(columns, dim=1)
-    times = torch.linalg.lstsq(added, rest).solution
-    if not (added @ times - rest).norm() <= TOLERANCE * given.norm() or not bool((times != 0).all()):
-        return None
-    return Adapted(host, around, tuple(pairs), tuple(sorted(idle)))
 
 
 def _equal(tensor: Tensor | None, other: Tensor) -> bool:
@@ -116,11 +104,7 @@ def _equal(tensor: Tensor | None, other: Tensor) -> bool:
 
 
 def find_others(block: nn.Module, calls: dict[str, list[Call]], linears: list[str]) -> Iterator[str]:
-    """Describe the modules that wrap a linear layer, own other parameters, change its output, and are not adapters.
-
-    Args:
-        linears: linear layers without adapters.
-    """
+    """Describe the modules that wrap a linear layer, own other parameters, change its output, and are not adapters."""
     scaled: list[str] = []
     for host in linears:
         around = owner(host)
@@ -285,11 +269,7 @@ class Probe:
 
     @property
     def hidden(self) -> int | str:
-        """The argument of the block that is the residual stream.
-
-        Raises:
-            UnsupportedError: the block has no such argument.
-        """
+        """The argument of the block that is the residual stream."""
         if self.residual is not None:
             names, key = list(inspect.signature(self.block.forward).parameters), self.residual
             name = names[key] if isinstance(key, int) and key < len(names) else key

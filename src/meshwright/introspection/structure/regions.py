@@ -112,14 +112,9 @@ def shapes_of(block: nn.Module) -> dict[str, torch.Size]:
 
 
 def resized(region: Region, before: dict[str, torch.Size], after: dict[str, torch.Size], heads: Fraction) -> Region:
-    """Transfer a region to a block of the same structure and other sizes.
+    """Transfer a region to a block of the same structure with the shapes ``after`` in place of ``before``.
 
-    Args:
-        before, after: shapes in the region's own block, and in the other.
-        heads: ratio of the other block's number of heads to this one's.
-
-    Raises:
-        UnsupportedError: the region's sizes do not follow.
+    ``heads``: ratio of the other block's number of heads to this one's.
     """
     cuts, growths = [], list[tuple[Cut, Fraction]]()
     for cut in region.cuts:
@@ -160,10 +155,7 @@ def labels_of(groups: list[list[int]], size: int) -> list[int | None]:
 
 
 def parts_of(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...] | None:
-    """Return the parts of a sequence of group numbers, each part being 0 … 0 1 … 1 2 … in equal shares.
-
-    None where it is no such sequence.
-    """
+    """Return the parts of a sequence of group numbers, each 0 … 0 1 … 1 2 … in equal shares; None for any other."""
     parts: list[FusedPart] = []
     start = 0
     while start < len(labels):
@@ -237,7 +229,14 @@ def _producers(influence: Influence, consumer: str) -> list[str]:
 
 def _with_norms(probe: Probe, producers: list[str], consumer: str) -> Region | None:
     """Find a region with norms over all features of a producer held, since they hide its groups."""
-    norms = [path for path in probe.calls if _spans(probe, path, producers)]
+    norms = []  # modules with own parameters that take the very output of a producer, and preserve its shape
+    for path, (call, *more) in probe.calls.items():
+        if path == "" or path in probe.linears or more or call.left is None or call.entered is None:
+            continue
+        if probe.module(path)._parameters and isinstance(call.output, Tensor) and call.left.shape == call.entered.shape:
+            taken = next(iter(call.tensors.values()))
+            if any(taken is probe.calls[producer][0].output for producer in producers):
+                norms.append(path)
     if not norms:
         return None
     held = [*probe.linears, *norms]
@@ -262,21 +261,6 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
     if region is None or region.kind != "attention" or region.adapted or not region.container:
         return None
     return region if follow_from(probe, region.begins, fed) else None
-
-
-def _spans(probe: Probe, path: str, producers: list[str]) -> bool:
-    """Return whether a module with own parameters takes the very output of a producer and preserves its shape."""
-    calls = probe.calls[path]
-    if path == "" or path in probe.linears or len(calls) != 1 or calls[0].left is None or calls[0].entered is None:
-        return False
-    if (
-        not probe.module(path)._parameters
-        or not isinstance(calls[0].output, Tensor)
-        or calls[0].left.shape != calls[0].entered.shape
-    ):
-        return False
-    taken = next(iter(calls[0].tensors.values()))
-    return any(taken is probe.calls[producer][0].output for producer in producers)
 
 
 def _region(
@@ -377,27 +361,26 @@ def _components(influences: list[Tensor]) -> list[list[int]]:
 def _all_rows(
     reach: dict[str, Reach], joint: list[list[int]], fine: list[list[int]]
 ) -> dict[str, tuple[FusedPart, ...]] | None:
-    """Divide each producer's rows into parts; None if some rows come in no order that ranks can share."""
-    found = {producer: _rows(r, joint, fine) for producer, r in reach.items()}
-    return None if any(rows is None for rows in found.values()) else found  # type: ignore[return-value]
+    """Divide each producer's rows into parts: those that act at later tokens by joint groups, others by fine ones.
 
-
-def _rows(reach: Reach, joint: list[list[int]], fine: list[list[int]]) -> tuple[FusedPart, ...] | None:
-    """Divide a producer's rows into parts: those that act at later tokens by joint groups, others by fine ones."""
-    size = reach.places.shape[1]
-    firsts = [row.nonzero().flatten().tolist()[:1] for row in reach.places]
-    found: list[FusedPart] = []
-    start, later = 0, reach.later.tolist()
-    while start < len(later):
-        end = next((i for i in range(start, len(later)) if fine is not joint and later[i] != later[start]), len(later))
-        groups = joint if later[start] else fine
-        labels = labels_of(groups, size)
-        parts = parts_of([labels[first[0]] if first else None for first in firsts[start:end]], len(groups))
-        if parts is None:
-            return None
-        found += parts
-        start = end
-    return tuple(found)
+    None if some rows come in no order that ranks can share.
+    """
+    found: dict[str, tuple[FusedPart, ...]] = {}
+    for producer, r in reach.items():
+        size, start, later = r.places.shape[1], 0, r.later.tolist()
+        firsts = [row.nonzero().flatten().tolist()[:1] for row in r.places]
+        found[producer] = ()
+        while start < len(later):
+            ends = (i for i in range(start, len(later)) if fine is not joint and later[i] != later[start])
+            end = next(ends, len(later))
+            groups = joint if later[start] else fine
+            labels = labels_of(groups, size)
+            parts = parts_of([labels[first[0]] if first else None for first in firsts[start:end]], len(groups))
+            if parts is None:
+                return None
+            found[producer] += parts
+            start = end
+    return found
 
 
 def _pairs(adapted: tuple[Adapted, ...]) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -346,11 +346,7 @@ class Measured:
 
 
 def measured(model: nn.Module, ranks: int) -> Measured:
-    """Measure a small copy of ``model``, which takes tenths of a second.
-
-    Raises:
-        UnsupportedError: the model cannot be measured; the text names the reason.
-    """
+    """Measure a small copy of ``model``, which takes tenths of a second; raise UnsupportedError with the reason."""
     failed = f"the structure of {type(model).__name__} could not be measured: its code failed on a small copy of it"
     sample, structure, tried = on_samples(
         model, ranks, lambda sample: (sample, *measure(sample, model)), failed, few_experts=True
