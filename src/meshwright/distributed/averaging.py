@@ -89,11 +89,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of all parameters that have gradients; return what the closure returns.
-
-        Raises:
-            ConfigError: the parameters hold the average.
-        """
+        """Take a step of all parameters that have gradients; return what the closure returns."""
         if self._is_averaged:
             raise ConfigError(
                 "ScheduleFreeAdamW: the parameters hold the average of the steps, from which no step is taken. Call"
@@ -110,36 +106,32 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                         state["z"] = p.detach().clone(memory_format=torch.preserve_format)
                         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                     alike.setdefault((float(state["step"]), float(state["weight_sum"])), []).append(p)
-            for (step, weight_sum), params in alike.items():
-                self._step_alike(params, step + 1, weight_sum, group)
+            for (step, weight_sum), params in alike.items():  # that have taken equally many steps at equal rates
+                step, (within, decay) = step + 1, group["betas"]
+                rate = float(group["lr"]) * math.sqrt(1 - decay**step)
+                weight_sum += rate**2
+                share = rate**2 / weight_sum if weight_sum else 0.0
+                states = [self.state[p] for p in params]
+                for state in states:
+                    state["step"].fill_(step)
+                    state["weight_sum"].fill_(weight_sum)
+                lists = [
+                    [local_part(p.detach()) for p in params],
+                    [local_gradient(p) for p in params],
+                    [local_part(state["z"]) for state in states],
+                    [local_part(state["exp_avg_sq"]) for state in states],
+                ]
+                for ys, gradients, zs, squares in (
+                    [lists] if group["foreach"] else [[[one] for one in each] for each in zip(*lists, strict=True)]
+                ):
+                    foreach_move_mean_of_squares_(squares, gradients, decay)
+                    updates = foreach_divided(gradients, squares, group["eps"])
+                    if group["weight_decay"]:
+                        foreach_add_(updates, ys, group["weight_decay"])
+                    foreach_between_(ys, zs, share)
+                    foreach_add_(ys, updates, -rate * (1 - within * (1 - share)))
+                    foreach_add_(zs, updates, -rate)
         return loss
-
-    def _step_alike(self, params: list[Tensor], step: float, weight_sum: float, group: dict[str, Any]) -> None:
-        """Step parameters that have taken equally many steps at equal rates."""
-        within, decay = group["betas"]
-        rate = float(group["lr"]) * math.sqrt(1 - decay**step)
-        weight_sum += rate**2
-        share = rate**2 / weight_sum if weight_sum else 0.0
-        states = [self.state[p] for p in params]
-        for state in states:
-            state["step"].fill_(step)
-            state["weight_sum"].fill_(weight_sum)
-        lists = [
-            [local_part(p.detach()) for p in params],
-            [local_gradient(p) for p in params],
-            [local_part(state["z"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-        ]
-        for ys, gradients, zs, squares in (
-            [lists] if group["foreach"] else [[[one] for one in each] for each in zip(*lists, strict=True)]
-        ):
-            foreach_move_mean_of_squares_(squares, gradients, decay)
-            updates = foreach_divided(gradients, squares, group["eps"])
-            if group["weight_decay"]:
-                foreach_add_(updates, ys, group["weight_decay"])
-            foreach_between_(ys, zs, share)
-            foreach_add_(ys, updates, -rate * (1 - within * (1 - share)))
-            foreach_add_(zs, updates, -rate)
 
     # --- the average
 

@@ -33,12 +33,7 @@ from meshwright.distributed.mesh import (
     sizes_of_stage,
 )
 from meshwright.distributed.order import prove
-from meshwright.distributed.pipeline.stage_module import (
-    decoder_config,
-    facts_of_whole,
-    plan_of_stage_module,
-    stage_of,
-)
+from meshwright.distributed.pipeline.stage_module import decoder_config, facts_of_whole, plan_of_stage_module, stage_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.recompute import ActivationCheckpointing, checkpointing_mode
 from meshwright.distributed.setup import single_process_mesh
@@ -75,13 +70,7 @@ def lay_out_module(
         facts: facts about ``model`` in its present state.
         rows: names of the techniques to apply now, among those that the plan requests.
         door: name of the public call, which begins each line of the log.
-        takes_any_weights: whether ranks may bring different weights, which the door equalises itself; else they are
-            refused.
-
-    Raises:
-        ConfigError: a technique is on the model already, or one that must come later is.
-        IntegrityError: ranks that shard or replicate a model bring different weights.
-        UnsupportedError: the layout's results differ from those of one process.
+        takes_any_weights: whether ranks may bring different weights, which the door equalises itself.
     """
     stage = stage_of(facts)
     if context_ranks(device_mesh) > 1:
@@ -105,11 +94,7 @@ def lay_out_module(
 
 
 def rows_that_cut(model: nn.Module, device_mesh: DeviceMesh | None) -> tuple[str, ...]:
-    """Name the technique that a door applies first where the mesh cuts rows and nothing on the model does.
-
-    Raises:
-        ConfigError: a technique is on the model behind which rows cannot be cut any more.
-    """
+    """Name the technique that a door applies first where the mesh cuts rows and nothing on the model does."""
     done = order.applied(model)
     if context_ranks(device_mesh) == 1 or CONTEXT in done:
         return ()
@@ -128,11 +113,7 @@ def rows_that_cut(model: nn.Module, device_mesh: DeviceMesh | None) -> tuple[str
 def mean_plan(
     facts: ModelFacts, device_mesh: DeviceMesh | None, requested: Techniques, sizes: dict[str, int] | None = None
 ) -> Plan:
-    """Plan for one stage's module on a mesh.
-
-    Args:
-        sizes: sizes of axes, where they are not those of the mesh.
-    """
+    """Plan for one stage's module on a mesh; ``sizes``: of axes, where they are not those of the mesh."""
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     sizes = sizes_of_stage(device_mesh) if sizes is None else sizes
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
@@ -190,11 +171,7 @@ def has_work(technique: str, model: nn.Module, device_mesh: DeviceMesh | None, *
 
 
 def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
-    """Plan float8 for this process alone; raise ConfigError if another technique came first.
-
-    Args:
-        all_gather: whether FSDP, if applied later, gathers weights in float8.
-    """
+    """Plan float8 for this process alone; raise ConfigError if another technique came first."""
     assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
     plan = plan_for_mesh_sizes(facts, {}, local_device(), requested, "mean")

@@ -51,11 +51,7 @@ class RankGroup(Protocol):
         ...
 
     def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send runs of a flat ``x`` to all ranks in order, and return those received, in order of their senders.
-
-        Args:
-            sends, receives: number of elements for and from each rank.
-        """
+        """Send runs of a flat ``x`` to all ranks in order, and return those received, in order of their senders."""
         ...
 
     def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
@@ -71,11 +67,7 @@ class RankGroup(Protocol):
         ...
 
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
-        """Begin to send a flat ``x`` to the rank ``shift`` further on, and to receive from the one ``shift`` before.
-
-        Returns:
-            A function that waits for the ``elements`` received and returns them.
-        """
+        """Begin to send a flat ``x`` ``shift`` ranks on; return what waits for the ``elements`` from as many before."""
         ...
 
 
@@ -191,10 +183,7 @@ class ProcessGroupRanks:
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received, mine = x.new_empty(elements), x.contiguous()
         to, source = (dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (shift, -shift))
-        sides = [
-            dist.P2POp(dist.isend, mine, to, self.group),
-            dist.P2POp(dist.irecv, received, source, self.group),
-        ]
+        sides = [dist.P2POp(dist.isend, mine, to, self.group), dist.P2POp(dist.irecv, received, source, self.group)]
         return _waiting(dist.batch_isend_irecv(sides), received, mine)
 
 

@@ -112,10 +112,7 @@ def sum_over(groups: Sequence[dist.ProcessGroup], counts: Tensor) -> Tensor:
 def end_step(routers: Sequence[Router], groups: Sequence[dist.ProcessGroup], *, skipped: bool) -> None:
     """Update the biases by the tokens that each expert received since the last step, unless it is skipped or failed.
 
-    Collective.
-
-    Args:
-        groups: groups of the axes along which ranks hold other tokens.
+    Collective over ``groups``, along which ranks hold other tokens.
     """
     balanced = [router for router in routers if router.bias is not None]
     if balanced and not skipped:
@@ -308,11 +305,7 @@ def _exchange(
 
 
 class SharedRouterLoss:
-    """Computes a model's own router loss over the tokens of several ranks.
-
-    Attributes:
-        loss_share: weight of one token's router loss in the loss of the step, 0 dims.
-    """
+    """Computes a model's own router loss over several ranks' tokens, each with a weight of ``loss_share``."""
 
     def __init__(self, loss: RouterLoss, model: nn.Module, groups: Sequence[dist.ProcessGroup]):
         """Record the router logits of ``model``. ``groups``: of the axes along which ranks hold other tokens."""

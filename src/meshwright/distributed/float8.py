@@ -48,12 +48,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def refuse_absent(plan: Plan) -> None:
-    """Refuse a float8 plan whose requirements this process lacks. Needs no process group.
-
-    Raises:
-        MissingExtraError: torchao is not installed.
-        UnsupportedError: the GPU of this process is older than float8.
-    """
+    """Refuse float8 without torchao, or on a GPU of this process that is too old. Needs no process group."""
     if plan.float8 is None:
         return
     _torchao(plan.float8)

@@ -144,11 +144,7 @@ def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
 
 
 def get_dp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """Return the data axes: 2-D (dp_replicate, dp_shard) if both are larger than 1, else the larger one.
-
-    Raises:
-        ValueError: neither dp_replicate nor dp_shard is larger than 1 (``has_dp_mesh`` asks first).
-    """
+    """Return the data axes larger than 1: 2-D (dp_replicate, dp_shard), or one; raise ValueError without any."""
     large = [axis.value for axis in SAMPLES if _is_large(device_mesh, axis)]
     if not large:
         sizes = ", ".join(f"{name} = {size}" for name, size in axis_sizes(device_mesh).items())

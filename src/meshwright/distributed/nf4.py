@@ -49,14 +49,7 @@ CHUNK = 2**22
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor:
-    """Round a weight to its nearest codes.
-
-    Args:
-        weight: (rows, columns), floating-point; columns are a multiple of 64.
-
-    Returns:
-        (rows, columns / 64 · 36) uint8.
-    """
+    """Round a floating-point weight (rows, columns) to its nearest codes: (rows, columns / 64 · 36) uint8."""
     rows, columns = weight.shape
     packed = torch.empty((rows, columns // NF4_BLOCK * NF4_BLOCK_BYTES), dtype=torch.uint8, device=weight.device)
     step, levels = max(1, CHUNK // max(columns, 1)), torch.tensor(LEVELS, device=weight.device)
@@ -73,11 +66,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight (rows, columns) that ``pack`` stored, computed in float32 and cast to ``dtype``.
-
-    Raises:
-        IntegrityError: the tensor holds no bytes, because something cast it.
-    """
+    """Return the weight (rows, columns) that ``pack`` stored, computed in float32 and cast to ``dtype``."""
     if packed.dtype != torch.uint8:
         raise IntegrityError(
             f"a weight in 4 bits is stored as uint8, and was cast to {str(packed.dtype).removeprefix('torch.')} before"
@@ -139,11 +128,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def output_of(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output (..., out) of the input (..., in), without recording a graph.
-
-    Raises:
-        IntegrityError: the input holds no real numbers: something cast it to the dtype of the bytes.
-    """
+    """Return the output (..., out) of the input (..., in), without recording a graph."""
     if not x.is_floating_point():
         raise IntegrityError(
             f"a layer with a weight in 4 bits is given {str(x.dtype).removeprefix('torch.')}: the model casts what it"

@@ -164,12 +164,7 @@ ORDER: tuple[Technique, ...] = (
         lambda model, plan, site: tensor_parallel.apply(model, plan, _mesh(site)[Axis.TP.value]),
         shares=(Axis.TP,),
     ),
-    Technique(
-        "expert_parallel",
-        lambda plan, site: plan.experts is not None,
-        _distribute_experts,
-        shares=EXPERTS,
-    ),
+    Technique("expert_parallel", lambda plan, site: plan.experts is not None, _distribute_experts, shares=EXPERTS),
     Technique(
         "context_parallel",
         lambda plan, site: plan.context is not None,
@@ -215,15 +210,8 @@ NAMES = tuple(row.name for row in ORDER)
 def prove(facts: ModelFacts, plan: Plan, only: tuple[str, ...] = NAMES) -> dict[str, str]:
     """Rehearse on small copies what was only measured of a plan, cuts of rows, weights and stages. No communication.
 
-    Args:
-        facts: facts about the model in its present state: cuts that are on it are not proven again.
-        only: the techniques that will be applied.
-
-    Returns:
-        Why some kinds of batches are refused where rows are cut (``context.proof.prove``).
-
-    Raises:
-        UnsupportedError: the results differ from those of one process.
+    Cuts that are on the model, by its facts, are not proven again. Returns why some kinds of batches are refused where
+    rows are cut (``context.proof.prove``).
     """
     if "tensor_parallel" in only and plan.tensor is not None and facts.applied_plan(TensorPlan) is None:
         tensor_parallel.prove(facts, plan.tensor, sums_at_once=plan.data.reduction == "mean")
@@ -235,14 +223,7 @@ def prove(facts: ModelFacts, plan: Plan, only: tuple[str, ...] = NAMES) -> dict[
 
 
 def apply(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> nn.Module:
-    """Apply the techniques that the plan requests, in order, and record them on the model.
-
-    Args:
-        only: the techniques to apply now; the public one-technique functions name theirs.
-
-    Raises:
-        ConfigError: a technique is on the model already, or one that must come later is.
-    """
+    """Apply the techniques that the plan requests, or ``only`` some, in order, and record them on the model."""
     warn_of_newer_releases()
     for row in ORDER:
         if row.name in only and row.wanted(plan, site):
@@ -271,11 +252,7 @@ def apply_brought(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...
 
 
 def lay_out(model: nn.Module, plan: Plan, site: Site, only: tuple[str, ...] = NAMES) -> list[ModelPart]:
-    """Lay out this process's parts; a pipeline is cut first, so that techniques see a stage's part as a model.
-
-    Args:
-        only: the techniques to apply; a dry run needs no weights.
-    """
+    """Lay out this process's parts; a pipeline is cut first, so that techniques see a stage's part as a model."""
     if not site.facts.on_meta:
         refuse_unequal(model, groups_of(site.device_mesh, *WORLD_AXES))
     if site.facts.measurements.image_modules():  # asked here: of a model that is laid out no copy can be made

@@ -83,7 +83,10 @@ class ParallelModel(nn.Module):
         self.is_lent = False  # whether its parameters hold those of a ``WeightCopy``
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows, self.skipped_steps = microbatch_rows, 0
-        self._pairs = preference.pairs_of_model(loss_fn, self.parts, facts, plan)
+        pairs = (
+            preference.PairsOfModel(loss_fn, self.parts, facts, plan) if isinstance(loss_fn, PreferenceLoss) else None
+        )
+        self._pairs = pairs
         self.reference_refusal = "the loss is not of pairs" if self._pairs is None else self._pairs.refusal
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
@@ -365,11 +368,7 @@ class ParallelModel(nn.Module):
         return audit.describe(self.parts, self.plan)
 
     def audit(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Check the model against the plan, and a given optimizer for exactly the trained parameters (collective).
-
-        Raises:
-            IntegrityError: a parameter, by name, that is not as planned, not written, or not equal on replicas.
-        """
+        """Check the model against the plan, and a given optimizer for exactly the trained parameters (collective)."""
         parts = [part if self.plan.pipeline else replace(part, plan=self.plan) for part in self._parts]
         audit.audit(parts, self._data_groups, optimizer)
 

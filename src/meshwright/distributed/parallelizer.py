@@ -147,11 +147,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def to_cpu(v: Any) -> Any:
-    """Copy a tensor to the CPU, a DTensor whole (all ranks of its mesh call this); return other values as they are.
-
-    Raises:
-        ConfigError (a ValueError): a DTensor on meta, which has no values.
-    """
+    """Copy a tensor to the CPU, a DTensor whole (all ranks of its mesh call this); return other values as they are."""
     if isinstance(v, DTensor):
         if v.is_meta:
             raise ConfigError("to_cpu: the DTensor is on meta, where it has no values. Materialise it first")

@@ -17,9 +17,6 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """Round the planned weights in place; modules, names and hooks stay as they are.
 
     Weights on meta become bytes on meta, packed by ``Destinations`` when their values are written.
-
-    Raises:
-        ConfigError: another technique has replaced a layer's forward, which this technique would not see.
     """
     assert plan.quantize is not None
     for path in plan.quantize.modules:
@@ -30,11 +27,8 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
                 f" in 4 bits. Apply quantize_frozen first."
             )
         weight = linear.get_parameter("weight").detach()
-        packed = (
-            torch.empty(stored_shape((weight.shape[0], weight.shape[1])), dtype=torch.uint8, device="meta")
-            if weight.is_meta
-            else pack(weight)
-        )
+        shape = stored_shape((weight.shape[0], weight.shape[1]))
+        packed = torch.empty(shape, dtype=torch.uint8, device="meta") if weight.is_meta else pack(weight)
         linear.__class__ = QuantizedLinear  # bias and class but for the forward stay
         remember(linear, Rounded(path, weight.dtype))
         linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)

@@ -37,10 +37,7 @@ def errors_of(
 ) -> Errors:
     """Compare losses and gradients with those of one process; an error is NaN if one of the numbers is.
 
-    Args:
-        losses: those that ranks found.
-        reference: the model of one process, with its gradients.
-        found: gives the whole gradients that ranks found, for a parameter's name and its gradient in one process.
+    ``found`` gives the whole gradients that ranks found, for a parameter's name and its gradient in one process.
     """
     errors = {"loss": float((torch.tensor(losses, dtype=torch.float64) / loss - 1).abs().amax())}
     expected = gradients_of(reference)

@@ -158,11 +158,7 @@ def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def map_memory(group: dist.ProcessGroup) -> None:
-    """Let ranks read each other's GPU memory, for torch's fused operators.
-
-    Raises:
-        ImportError, RuntimeError: the ranks cannot.
-    """
+    """Let ranks read each other's GPU memory, for torch's fused operators."""
     found("torch.distributed._symmetric_memory").get_symm_mem_workspace(group.group_name, min_size=1)
 
 

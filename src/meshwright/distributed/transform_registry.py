@@ -197,11 +197,7 @@ def _without_name(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort the names by the order of application.
-
-    Raises:
-        ConfigError: an unknown name, or ``before`` and ``after`` requests that contradict each other.
-    """
+    """Sort names by the order of application; raise ConfigError for unknown ones and contradictory requests."""
     wanted = list(names)
     follows: dict[str, set[str]] = {name: set() for name in wanted}  # name -> those that must come earlier
     built_in = [name for name in order.NAMES if name in wanted]

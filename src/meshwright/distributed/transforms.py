@@ -47,16 +47,7 @@ from meshwright.planning.recompute import check_kept
 from meshwright.planning.rules import raise_all
 from meshwright.planning.techniques import Techniques, TensorStyleRequest
 
-from .doors import (
-    CONTEXT,
-    OVER_AXES,
-    averaging_plan,
-    float8_plan,
-    has_work,
-    lay_out_module,
-    mean_plan,
-    rows_that_cut,
-)
+from .doors import CONTEXT, OVER_AXES, averaging_plan, float8_plan, has_work, lay_out_module, mean_plan, rows_that_cut
 from .transform_registry import (
     BaseDistributedTransform,
     DDPWrappedModel,
@@ -202,10 +193,7 @@ class ExpertParallelTransformConfig(ModelTransformConfig):
 
 @dataclass
 class ContextParallelTransformConfig(ModelTransformConfig):
-    """How attention reaches the tokens of other ranks of the mesh's cp axis.
-
-    ``method``: auto, all_gather, ring, ulysses, ulysses_ring or halo.
-    """
+    """How attention reaches other ranks' tokens: auto, all_gather, ring, ulysses, ulysses_ring or halo."""
 
     method: str = "auto"
 
@@ -284,28 +272,26 @@ class PlannedTransform(BaseDistributedTransform):
         return model
 
     def device_mesh(self) -> DeviceMesh | None:
-        """Return the mesh that is given, or make one for a technique of several ranks."""
+        """Return the mesh that is given, or build that of a layout over all processes, which have a group."""
         if (given := self.context.get("device_mesh")) is not None:
             return known_mesh(given)
-        return None if (layout := self.layout()) is None else mesh_of_world(layout)
+        if (layout := self.layout()) is None:
+            return None
+        device_type = choose_backend(DEFAULT_BACKEND)[1]
+        if dist.is_initialized():
+            sizes = layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None)
+            return build_mesh(sizes, device_type)
+        if (world := get_world_info()[2]) > 1:
+            raise ConfigError(
+                f"there are {world} processes and no process group: call init_distributed before the transforms, or"
+                f" give them device_mesh="
+            )
+        layout.resolve(world)
+        return single_process_mesh(device_type)
 
     def layout(self) -> Layout | None:
         """Return the layout to make a mesh from where none is given."""
         return None
-
-
-def mesh_of_world(layout: Layout) -> DeviceMesh:
-    """Build the mesh of a layout over all processes; ConfigError if it does not fit, or they have no group yet."""
-    device_type = choose_backend(DEFAULT_BACKEND)[1]
-    if dist.is_initialized():
-        return build_mesh(layout.resolve(dist.get_world_size(), ranks_per_node=ranks_per_node() or None), device_type)
-    if (world := get_world_info()[2]) > 1:
-        raise ConfigError(
-            f"there are {world} processes and no process group: call init_distributed before the transforms, or give"
-            f" them device_mesh="
-        )
-    layout.resolve(world)
-    return single_process_mesh(device_type)
 
 
 class AxisTransform(PlannedTransform):

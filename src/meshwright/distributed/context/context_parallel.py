@@ -74,11 +74,7 @@ class _OverRows:
 
 
 def separate_streams(model: nn.Module, rank: int) -> None:
-    """Give each rank a random stream of its own while a forward in training mode runs: it has other tokens.
-
-    Outside of forwards all ranks of the axis draw alike, since they bring the same rows. A rank's own stream is a
-    function of a number that all draw and of its rank, so there is no state besides torch's to be saved or restored.
-    """
+    """Give each rank a random stream of its own while a forward in training mode runs: it has other tokens."""
     own_streams(model, model, lambda: model.training, ("context rank", rank))
 
 

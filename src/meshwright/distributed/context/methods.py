@@ -200,11 +200,7 @@ class Gathered:
         return finish
 
     def begin_return(self, gradients: Tensor) -> Arrival:
-        """Begin to bring (rows, heads, others, features) to their owners.
-
-        Returns:
-            A function that gives the sum of what all others had for this rank's tokens, (rows, heads, own, features).
-        """
+        """Begin to bring (rows, heads, others, features) to their owners; return what waits for this rank's sums."""
         rows, heads, _, features = gradients.shape
         gradients = wide(gradients)
         parts = gradients.new_zeros((self.group.size, rows, heads, self.rows.most, features))
@@ -522,11 +518,8 @@ def trade(
 ) -> tuple[Tensor, ...]:
     """Trade tensors (rows, heads, own tokens, features) for (rows, own heads, members' tokens, features), or back.
 
-    They travel in one message, and are of one dtype; tokens are in rows' order.
-
-    Args:
-        shares: for each tensor, each member's heads; several members may have the same one, and what they bring back
-            is summed.
+    They travel in one message, and are of one dtype; tokens are in rows' order. What several members bring back of one
+    head is summed.
     """
     return _Trade.apply(to_heads, shares, members, *tensors)  # type: ignore[no-any-return]
 

@@ -23,13 +23,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import owner
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.record import argument, holding, with_arguments, without_values, wrap
-from meshwright.core.torch_private import (
-    has_no_values,
-    tensors_by_path,
-    tree_map_with_path,
-    uncompiled,
-    version_of,
-)
+from meshwright.core.torch_private import has_no_values, tensors_by_path, tree_map_with_path, uncompiled, version_of
 from meshwright.distributed.exchange import RankGroup
 from meshwright.introspection.logits_tape import model_line, shown
 from meshwright.introspection.mixing.interception import not_intercepted
@@ -109,11 +103,7 @@ def _with_leaves(value: Any, change: Callable[[str, Any], Any]) -> Any:
 def _gathered(
     leaf: Tensor | TokenMask, key: str, mixer: Mixer, rows: CutRows, runtime: RowsInUse
 ) -> Tensor | TokenMask | None:
-    """Return one argument for whole rows: gathered, made anew, or without values where only its shape is read.
-
-    Raises:
-        UnsupportedError: it has other tokens than this rank's, or was not there when the module was measured.
-    """
+    """Return one argument for whole rows: gathered, made anew, or without values where only its shape is read."""
     if key in mixer.pairs and runtime.pairs is not None:
         return runtime.pairs.given(mixer.path, key, leaf, rows)
     if not isinstance(leaf, Tensor):
@@ -332,14 +322,7 @@ class _OwnPlaces(TorchFunctionMode):
 
 
 def refuse_other_rows(mixing: Mixing, rows: CutRows) -> None:
-    """Refuse rows of which parts are another case to the model, or whose tokens it would count otherwise.
-
-    All ranks come to the same verdict.
-
-    Raises:
-        UnsupportedError: a line decides by the length of a row, and would decide otherwise by that of a part.
-        ConfigError: the model counts the tokens of all rows alike, and ranks bring tokens of other places in each row.
-    """
+    """Refuse, on all ranks alike, rows of which parts are another case to the model, or are counted otherwise."""
 
     def case(condition: LengthUse, length: int) -> bool | None:
         try:

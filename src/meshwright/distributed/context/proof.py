@@ -45,13 +45,9 @@ TOKEN_BY_TOKEN = "Decide token by token (torch.where), or set layout.cp = 1."
 
 
 def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
-    """Rehearse the plan on a small copy of the model, unless it was before. No communication.
+    """Rehearse the plan on a small copy of the model, unless it was before; raise where it differs from one process.
 
-    Returns:
-        By kind of batch that only some runs have, why it is refused, or "".
-
-    Raises:
-        UnsupportedError: the plan does not give what one process gives; the text names the module.
+    Returns, by kind of batch that only some runs have, why it is refused, or "". No communication.
     """
     known = facts.measurements.refused
     if plan not in known and facts.module is not None:
@@ -189,11 +185,7 @@ def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 @dataclass
 class Reads:
-    """What lines read off the values of tokens in one process, and on each rank.
-
-    Attributes:
-        inverted: the line that reads the other truth on the last rank.
-    """
+    """What lines read off tokens in one process and on each rank; on the last, ``inverted`` reads the other truth."""
 
     whole: Values = field(default_factory=dict)
     parts: dict[int, Values] = field(default_factory=dict)
@@ -205,12 +197,9 @@ class Reads:
 
 
 def rehearse(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor], reads: Reads | None = None) -> Errors:
-    """Compare ranks with one process.
+    """Compare ranks with one process, and note in ``reads`` what lines read off the values of tokens.
 
     Random draws of a model in training mode are fixed: ranks draw others than one process.
-
-    Args:
-        reads: where to note what lines read off the values of tokens.
     """
     reference, draws, apart = copy_of(model), FixedDraws(), [mixer.path for mixer in plan.mixing.mixers]
     signature, tokens, cpu = Signature.of(model), batch["tokens"], torch.device("cpu")

@@ -274,11 +274,7 @@ class CutBatch(dict[str, Tensor]):
 
 
 def cut_batch(batch: Mapping[str, Tensor], rows: CutRows, *, whole_mask: bool = False) -> CutBatch:
-    """Return a microbatch with this rank's tokens alone.
-
-    Args:
-        whole_mask: a padding mask stays whole, as transformers' mask interface takes it.
-    """
+    """Return a microbatch with this rank's tokens alone; ``whole_mask``: transformers takes the padding whole."""
     size = batch["tokens"].shape
     made = CutBatch()
     for key, value in batch.items():
@@ -332,11 +328,7 @@ class Reaches:
 
     @by_values
     def of(self, mask: RowMask, rows: CutRows, count: int, device: torch.device = CPU) -> KeyRanges | None:
-        """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval.
-
-        Args:
-            device: where the mask is used; tensors that it closes over may lie there.
-        """
+        """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
         if mask not in rows.memo:
             find = partial(self._of, count=count, device=device, is_known=mask.is_known)
             rows.memo[mask] = mask.reach(rows.length, find)
@@ -387,13 +379,7 @@ def on_device(mask: RowMask, rows: CutRows, device: torch.device) -> RowMask:
 def of_whole_rows(function: MaskFunction, rows: CutRows, expect: Expect = raise_unless) -> RowMask:
     """Return a mask by places in whole rows, of a function that a model has made for this rank's tokens.
 
-    Of tensors that it closes over, the batch's documents are known, and are taken from whole rows.
-
-    Args:
-        expect: raises an error, at once or later, unless such a tensor holds the documents.
-
-    Raises:
-        UnsupportedError: it closes over another tensor with one number for each of this rank's tokens.
+    Of tensors that it closes over, the batch's documents alone are known, and are taken from whole rows.
     """
     key = (function, "whole rows")
     if key not in rows.memo:
@@ -457,11 +443,7 @@ class PairArguments:
     last: Made | None = None
 
     def refuse_other_keys(self, batch: Mapping[str, Tensor], signature: Signature) -> None:
-        """Refuse tensors of a batch that may have a say in the arguments, which are computed without them.
-
-        Raises:
-            UnsupportedError: the model takes such a tensor.
-        """
+        """Refuse tensors of a batch that may have a say in the arguments, which are computed without them."""
         known = {*DECIDING, *TARGETS}
         other = next((key for key in batch if key not in known and signature.argument_of(key) is not None), None)
         if other is not None:
@@ -505,11 +487,7 @@ class PairArguments:
         rows.memo[PairArguments] = self.last
 
     def given(self, path: str, key: str, instead: Tensor | TokenMask, rows: CutRows) -> Any:
-        """Return an argument of whole rows, instead of what the module is given of this rank's part.
-
-        Raises:
-            UnsupportedError: the argument depends on weights, or on a buffer of another pipeline stage.
-        """
+        """Return an argument of whole rows that depends on no weight, instead of what the module is given."""
         made: Made | None = rows.memo.get(PairArguments)
         known = {} if made is None else made.known.get(path, {})
         whole = known.get(key)

@@ -117,16 +117,7 @@ class ContextRuntime:
     def cut(
         self, batch: Mapping[str, Tensor], signature: Signature, values: Mapping[str, Tensor] | None = None
     ) -> CutBatch:
-        """Return this rank's tokens of a microbatch of whole rows.
-
-        Args:
-            values: its tensors that ``on_host`` read, where it was asked before.
-
-        Raises:
-            ConfigError: rows have fewer tokens than there are ranks, or a tensor cannot be cut as they are.
-            UnsupportedError: a padding mask that this model cannot be given in parts; masks of another rule than the
-                measured one, in rows of this length.
-        """
+        """Return this rank's tokens of a microbatch of whole rows; ``values``: those that ``on_host`` read before."""
         self.check(batch, signature, batch["tokens"].shape[1])
         rows = self._cut_rows(batch if values is None else values)
         self.check_rows(rows)
@@ -323,11 +314,7 @@ def wrap_modules(
 
 
 def first_tokens(batch: Mapping[str, Tensor], plan: ContextPlan, signature: Signature, rank: int = 0) -> CutBatch:
-    """Return the first rank's tokens of a microbatch of whole rows of one document each, for a dry run.
-
-    Args:
-        rank: another rank of the context axis, whose tokens are returned instead.
-    """
+    """Return a rank's tokens of a microbatch of whole rows of one document each, for a dry run."""
     tokens = batch["tokens"]
     rows = cut_rows({"tokens": tokens}, plan.ranks, rank, cut=plan.cut)
     return cut_batch(_completed(batch, plan, signature), rows, whole_mask=bool(plan.mixing.implementation))
@@ -365,11 +352,7 @@ def other_rows(ranks: int) -> ConfigError:
 
 
 def are_parts(pieces: Sequence[Batch], *, cuts_rows: bool) -> bool:
-    """Return whether a rank's microbatches hold its own tokens alone.
-
-    Raises:
-        ConfigError: only some of them say so, rows are not cut, or places are of another shape or not ascending.
-    """
+    """Return whether a rank's microbatches hold its own tokens alone; refuse mixtures and places out of order."""
     bring = [PLACES in piece for piece in pieces]
     if not any(bring):
         return False
@@ -414,14 +397,7 @@ def refuse_some(parts: int, ranks: int) -> None:
 def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: int | None = None) -> CutBatch:
     """Find where the other ranks' tokens lie, and return the microbatch as if its rows had been cut here.
 
-    Collective over the context axis: two messages.
-
-    Args:
-        longest: most tokens of a row that the model takes.
-
-    Raises:
-        ConfigError: on all ranks of the axis: they have other rows or keys, or places overlap or leave gaps.
-        UnsupportedError: see ``ContextRuntime.cut``.
+    Collective over the context axis: two messages. Errors are raised on all of its ranks.
     """
     counts, gathered = _exchange(on_host(piece), runtime.group)
     places, length = gathered.pop(PLACES), sum(counts)

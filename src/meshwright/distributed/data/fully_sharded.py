@@ -167,11 +167,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
-    """Build torch's policy for a unit's planned dtypes, empty where nothing is mixed, so that torch casts nothing.
-
-    Args:
-        unit: None: no parameters.
-    """
+    """Build torch's policy for a unit's dtypes; empty where nothing is mixed, so that torch casts nothing."""
     reduced_in = precision.reduce if unit is None else precision.reduced_in(unit.dtype)
     if not precision.casts:
         return MixedPrecisionPolicy(reduce_dtype=torch_dtype(reduced_in))
@@ -397,12 +393,9 @@ class _Usage:
 
 
 class GradientCheck:
-    """Raises, on all ranks after a backward, if a gradient that the backward reduces is not finite on any rank.
+    """Raises, on all ranks after a backward that ``groups`` run, if a gradient that it reduces is not finite on any.
 
     Gradients of a microbatch that wait for the next one are not checked: an error in them is in the sum.
-
-    Args:
-        groups: groups of all ranks that run the same backward.
     """
 
     def __init__(self, model: nn.Module, groups: list[dist.ProcessGroup]):

@@ -43,14 +43,7 @@ class DeclaredLosses:
 
     @classmethod
     def of(cls, loss_fn: Any, model: nn.Module, spelling: str | None) -> DeclaredLosses | None:
-        """Return the declared losses; None for a function of logits and labels, and for none.
-
-        Args:
-            spelling: the model's own name of the batch's tokens.
-
-        Raises:
-            ConfigError: a mapping that is not one of names to losses.
-        """
+        """Return the declared losses; None for a function of logits and labels, and for none."""
         if isinstance(loss_fn, Loss):
             return cls({ONLY: loss_fn}, model, spelling)
         if not isinstance(loss_fn, Mapping):
@@ -67,11 +60,7 @@ class DeclaredLosses:
         return count == "labels" or (count == "auto" and labels is not None and not labels.is_floating_point())
 
     def count(self, name: str, batch: Batch) -> float:
-        """Return the count of one loss in a microbatch.
-
-        Raises:
-            ConfigError: the batch has no such key, or the count is no finite number from 0 on.
-        """
+        """Return the count of one loss in a microbatch, a finite number from 0 on, or raise ConfigError."""
         loss, labels = self.losses[name], batch.get("labels")
         count = loss.count
         if callable(count):
@@ -162,11 +151,7 @@ class Blank(dict):
 
 
 class DeclaredObjective:
-    """A function for a microbatch's share of the step's loss, from any output of the model.
-
-    Args:
-        starts_backward: called with the loss, since a sharded root may not find the tensors in the output.
-    """
+    """A function for a microbatch's share of the step's loss, from any output of the model."""
 
     def __init__(self, losses: DeclaredLosses, starts_backward: Callable[[Tensor], None]):
         self.losses, self._starts_backward = losses, starts_backward
@@ -183,11 +168,7 @@ class DeclaredObjective:
 
 
 def nothing_of(output: Any) -> Tensor:
-    """Return 0 from the graph of an output: other ranks wait in a backward.
-
-    Raises:
-        UnsupportedError: the output is a loss alone.
-    """
+    """Return 0 from the graph of an output: other ranks wait in a backward."""
     if not _has_graph(output):
         raise UnsupportedError(BARE)
     return torch.stack([leaf.sum() * 0.0 for leaf in tensors_of(output) if _is_gradable(leaf)]).sum()

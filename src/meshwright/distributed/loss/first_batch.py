@@ -58,11 +58,7 @@ class Reading:
 
 
 class FirstBatch:
-    """A check of a model's losses on its first microbatch, without gradients and in evaluation mode.
-
-    Args:
-        losses: the declared ones; None: a loss that must be a sum over labels.
-    """
+    """A check of losses (None: a sum over labels) on a first microbatch, without gradients, in evaluation mode."""
 
     def __init__(self, runner: Runner, losses: DeclaredLosses | None, plan: Plan):
         self._runner, self._losses = runner, losses
@@ -175,11 +171,6 @@ def check(
     """Check a loss before the first batch, and return whether it was seen to add up; else the first batch shows it.
 
     A function of logits and labels is called with a few made-up ones, and with the same rows twice.
-
-    Raises:
-        ConfigError: the loss is to be computed in chunks, is a mean, does not add up over rows, or over the tokens of
-            cut rows, or has parameters that are trained.
-        UnsupportedError: the layout cuts what a declared loss needs whole.
     """
     if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
         return True

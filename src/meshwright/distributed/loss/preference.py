@@ -92,17 +92,8 @@ class PairsOfModel:
             return [{**piece, REFERENCE: log_probs(piece)} for piece in pieces]
 
 
-def pairs_of_model(loss_fn: Any, models: Sequence[nn.Module], facts: ModelFacts, plan: Plan) -> PairsOfModel | None:
-    """Return the pairs' loss and reference for a ``PreferenceLoss``; None for other losses."""
-    return PairsOfModel(loss_fn, models, facts, plan) if isinstance(loss_fn, PreferenceLoss) else None
-
-
 class PreferenceObjective:
-    """A function for the summed loss of a microbatch's pairs, from logits or from this rank's part of them.
-
-    Args:
-        model: the model as it was laid out (without a wrapper).
-    """
+    """A function for the summed loss of a microbatch's pairs, from logits or from this rank's part of them."""
 
     def __init__(self, model: nn.Module, plan: Plan, loss: CountedPairs):
         self.loss, self._logits = loss, LogitsOfRank(model, plan, in_parts=True)
@@ -138,13 +129,7 @@ def over_whole_rows(log_probs: Tensor, labels: Tensor, group: RankGroup | None) 
     """Return sums over whole rows of what ranks have of them, and for each row a label that counts if any does.
 
     Collective over the group. Every rank of it then computes the same loss, and is given the gradient of all of them.
-
-    Args:
-        log_probs: (rows,) sums over this rank's tokens.
-        labels: (rows, tokens) of this rank.
-
-    Returns:
-        (rows,), and (rows, 1); both as they are where rows are whole.
+    The shapes are (rows,) and (rows, 1), where rows are cut.
     """
     if group is None:
         return log_probs, labels
@@ -191,11 +176,7 @@ def refuse(loss_fn: object, plan: Plan) -> None:
 def without_reference(batch: Batch, *, may_lack: bool = False) -> Batch:
     """Return a microbatch without its rows' log-probabilities under the reference, once pairs and these are checked.
 
-    Args:
-        may_lack: the reference may be left out: adapters are switched off for it.
-
-    Raises:
-        ConfigError: there are no rows of tokens, half a pair, or no finite log-probability for each row.
+    The reference may be left out where adapters are switched off for it (``may_lack``).
     """
     tokens, found = batch.get("tokens"), batch.get(REFERENCE)
     if not isinstance(tokens, Tensor) or not tokens.dim():
@@ -227,11 +208,7 @@ def without_reference(batch: Batch, *, may_lack: bool = False) -> Batch:
 
 
 def lack_reference(pieces: Sequence[Batch]) -> bool:
-    """Return whether the reference is left to the model without its adapters.
-
-    Raises:
-        ConfigError: some microbatches have a reference, and others none.
-    """
+    """Return whether the reference is left to the model without its adapters; raise ConfigError if for some only."""
     lacking = [REFERENCE not in piece for piece in pieces]
     if any(lacking) and not all(lacking):
         raise ConfigError(

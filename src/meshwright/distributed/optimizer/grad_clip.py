@@ -222,12 +222,7 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale the gradients of some parameters in place so that their 2-norm over all ranks is at most ``max_norm``.
 
-    Args:
-        parameters: the same ones on every rank.
-        over: groups whose ranks have other parameters (pipeline stages).
-
-    Returns:
-        The norm before clipping: 0-dim, at least fp32, equal on every rank.
+    Returns the norm before clipping. ``over``: groups whose ranks have other parameters (pipeline stages).
     """
     parts = local_gradients(parameters)
     norm = total_norm(parts, over)

@@ -174,12 +174,9 @@ def _stepped(
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to bfloat16 so that, over uniform noise, the mean is the value itself.
+    """Round float32 to bfloat16 so that, over uniform ``noise`` from 0 to 2¹⁶ − 1, the mean is the value itself.
 
     Rounds away from zero where ``noise`` is less than the bits beyond bfloat16's last, else towards zero.
-
-    Args:
-        noise: int32 of the same shape, each 0 to 2¹⁶ − 1.
     """
     bits = wide.view(torch.int32)
     towards_zero = bits & 0xFFFF0000
@@ -203,12 +200,7 @@ OURS = (Lion, TorchaoAdamW)
 def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROOM) -> None:
     """Step portions of the parameters in turn, each with its state on ``device`` meanwhile, else in host memory.
 
-    Args:
-        device: where the step is computed.
-        room: bytes of state on the device at a time; a single parameter may have more.
-
-    Raises:
-        UnsupportedError: an optimizer whose step cannot be taken by portions.
+    ``room``: bytes of state on the device at a time; a single parameter may have more.
     """
     _check(optimizer)
     groups = optimizer.param_groups
@@ -218,7 +210,11 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
             optimizer.param_groups = [group]
             for portion in portions([p for p in parameters if p.grad is not None], room):
                 group["params"] = portion
-                rested = {p: _fetch(optimizer.state[p], device) for p in portion if p in optimizer.state}
+                rested: dict[Tensor, dict[str, Tensor]] = {}
+                for state, p in ((optimizer.state[p], p) for p in portion if p in optimizer.state):
+                    rested[p] = {key: x for key, x in state.items() if _moves(x) and x.device.type == "cpu"}
+                    for key, host in rested[p].items():
+                        state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
                 optimizer.step()
                 for parameter in portion:
                     _put_back(optimizer.state.get(parameter, {}), rested.get(parameter, {}), device)
@@ -243,14 +239,6 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             " registered on this"
             " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
         )
-
-
-def _fetch(state: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Fetch a parameter's state to the device, and return its tensors in host memory."""
-    rested = {key: value for key, value in state.items() if _moves(value) and value.device.type == "cpu"}
-    for key, host in rested.items():
-        state[key] = in_memory(host, [_copied(plain, device) for plain in memory_of(host)])
-    return rested
 
 
 def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.device) -> None:

@@ -7,7 +7,7 @@ Planning decides the owners and the order (``planning/optimizer_collectives``).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
@@ -145,18 +145,25 @@ class MatrixOwners:
             tensor_of = tuple(place for place, numbers in enumerate(each) for _ in numbers)
             self._schedules[key] = _Schedule(matrices, first, tensor_of, tuple(rounds))
         schedule = self._schedules[key]
-        held = {
-            (schedule.first[place] + expert, box): view
-            for place, tensor in enumerate(tensors)
-            for expert, box, view in _views(tensor)
-        }
+        held: dict[tuple[int, Box], Tensor] = {}  # views of what this rank holds, by matrix and box
+        for first, tensor in zip(schedule.first, tensors, strict=True):
+            for piece in pieces(tensor):
+                (*stack, top, left), local = piece.offset, piece.local
+                box = ((top, top + local.shape[-2]), (left, left + local.shape[-1]))
+                for number, matrix in enumerate(local if stack else [local], first + (stack[0] if stack else 0)):
+                    held[number, box] = matrix
         for one in schedule.rounds:  # parts to the owners, the functions, and the results to all who hold a box of them
             there = ChainMap(self._send(one.arriving, lambda *at: held[at], like), held)
-            found = {
-                number: functions[schedule.tensor_of[number]](_joined(schedule.matrices[number], number, there))
-                for number, owner in one.owners
-                if owner == self._here
-            }
+            found: dict[int, Tensor] = {}
+            for number in (number for number, owner in one.owners if owner == self._here):
+                matrix = schedule.matrices[number]
+                parts = [(boxes.box, there[number, boxes.box]) for boxes in matrix.boxes]
+                whole = parts[0][1]  # a view, where it is one box
+                if len(parts) > 1:
+                    whole = whole.new_empty(matrix.rows, matrix.columns)
+                    for box, part in parts:
+                        _part(whole, box).copy_(part)
+                found[number] = functions[schedule.tensor_of[number]](whole)
             back = self._send(one.leaving, lambda number, box, found=found: _part(found[number], box), like)
             for number, _ in one.owners:
                 for box in (boxes.box for boxes in schedule.matrices[number].boxes):
@@ -205,29 +212,6 @@ def _place_of(tensor: Tensor) -> tuple:
     return (*where, tuple(tensor.shape))
 
 
-def _views(tensor: Tensor) -> Iterator[tuple[int, Box, Tensor]]:
-    """Yield (number in the stack, box of the matrix, view) of what this rank holds."""
-    for piece in pieces(tensor):
-        (*stack, top, left), local = piece.offset, piece.local
-        rows, columns = local.shape[-2:]
-        box = ((top, top + rows), (left, left + columns))
-        if stack:
-            yield from ((stack[0] + place, box, matrix) for place, matrix in enumerate(local))
-        else:
-            yield 0, box, local
-
-
 def _part(matrix: Tensor, box: Box) -> Tensor:
     (top, bottom), (left, right) = box
     return matrix[top:bottom, left:right]
-
-
-def _joined(matrix: Matrix, number: int, boxes: Mapping[tuple[int, Box], Tensor]) -> Tensor:
-    """Return the whole of a matrix: a view where it is one box."""
-    parts = [(held.box, boxes[number, held.box]) for held in matrix.boxes]
-    if len(parts) == 1:
-        return parts[0][1]
-    whole = parts[0][1].new_empty(matrix.rows, matrix.columns)
-    for box, part in parts:
-        _part(whole, box).copy_(part)
-    return whole

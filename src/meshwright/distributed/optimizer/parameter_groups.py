@@ -79,15 +79,7 @@ def trained_names(facts: ModelFacts, plan: Plan) -> list[str]:
 def split_by_role(
     groups: Iterable[Mapping[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]], matrices: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Split groups into those of hidden matrices and those of other parameters, with the key ``use_muon``.
-
-    Args:
-        named_parameters: (global name, parameter) of all parameters in the groups.
-        matrices: names of hidden matrices (``plan.optimizer.matrices``).
-
-    Raises:
-        ConfigError: a parameter without a name, or none that is a hidden matrix anywhere in the model.
-    """
+    """Split groups into those of hidden ``matrices`` and those of other parameters, with the key ``use_muon``."""
     chosen, names = set(matrices), {parameter: clean(name) for name, parameter in named_parameters}
     if not chosen:
         raise ConfigError(
@@ -116,11 +108,7 @@ def _matches(text: str, name: str) -> bool:
 
 
 class OptimizerSwap:
-    """A record of an optimizer's parameters, made before the layout; ``apply`` it afterwards.
-
-    Raises:
-        ConfigError: the optimizer has state already, or holds a parameter that is not the model's.
-    """
+    """A record of an optimizer's parameters, made before the layout and any state; ``apply`` it afterwards."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         if optimizer.state and all(float(state.get("step", 1)) == 0 for state in optimizer.state.values()):

@@ -206,15 +206,7 @@ def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Ten
 def step(
     optimizer: torch.optim.Optimizer, plan: OptimizerPlan, device: torch.device, mesh: DeviceMesh | None = None
 ) -> None:
-    """Step an optimizer whose gradients are ready.
-
-    Args:
-        mesh: the model's, over whose ranks an optimizer of whole matrices shares them out.
-
-    Raises:
-        ConfigError: the optimizer differs from the plan.
-        UnsupportedError: its state cannot come by portions, or it updates sharded parameters unlike whole ones.
-    """
+    """Step an optimizer whose gradients are ready; one of whole matrices shares them out over the ``mesh``."""
     check(optimizer, plan)
     if isinstance(optimizer, Muon):
         optimizer.share_out(mesh)

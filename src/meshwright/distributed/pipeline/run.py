@@ -98,11 +98,7 @@ class Mail:
         self._coming[message] = None, tensor.detach(), dist.get_rank(self.group)
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a message and return its tensor.
-
-        Raises:
-            StageLost: the sending rank is gone or silent.
-        """
+        """Wait for a message and return its tensor; raise StageLost if the sending rank is gone or silent."""
         work, tensor, peer = self._coming.pop(message)
         if work is not None:
             with self._losses(lambda: self._not_given(message, peer)):
@@ -361,7 +357,18 @@ class Pipeline:
             self._mail.receive(step.message, step.peer, torch.empty(shape, dtype=dtype, device=self.device))
             return 0.0
         if isinstance(step, Send):
-            self._mail.send(step.message, step.peer, self._taken(step.message))
+            message, is_activation = step.message, step.message.content is Content.ACTIVATION
+            key = message.stage + (-1 if is_activation else 1), message.microbatch
+            kept = self._kept[key]
+            sent = kept.left if is_activation else _gradient_of(kept)
+            assert sent is not None
+            if is_activation:
+                is_done = not torch.is_grad_enabled()
+            else:
+                kept.entered, is_done = None, message.microbatch not in self._deferred[key[0]].waiting
+            if is_done:
+                del self._kept[key]
+            self._mail.send(message, step.peer, sent)
             return 0.0
         message = message_before(step, len(self.pipeline.stages))
         given = None if message is None else self._mail.take(message)
@@ -438,21 +445,6 @@ class Pipeline:
             self._mail.hand_over(given, _gradient_of(kept))
         if action.work is Work.BACKWARD and (given is None or self._is_here(given)):
             del self._kept[action.stage, action.microbatch]
-
-    def _taken(self, message: Message) -> Tensor:
-        """Return the tensor to send."""
-        stage = message.stage - 1 if message.content is Content.ACTIVATION else message.stage + 1
-        kept = self._kept[stage, message.microbatch]
-        if message.content is Content.ACTIVATION:
-            if not torch.is_grad_enabled():
-                del self._kept[stage, message.microbatch]
-            assert kept.left is not None
-            return kept.left
-        gradient = _gradient_of(kept)
-        kept.entered = None
-        if message.microbatch not in self._deferred[stage].waiting:
-            del self._kept[stage, message.microbatch]
-        return gradient
 
     # --- helpers
 

@@ -158,11 +158,7 @@ def counted_once(models: Sequence[nn.Module], plan: Plan) -> list[nn.Parameter]:
 
 @dataclass
 class StagePart(ModelPart):
-    """A part of the model that is a pipeline stage.
-
-    Attributes:
-        passage: its place for the received and the sent activations.
-    """
+    """A part of the model that is a pipeline stage; ``passage``: its place for received and sent activations."""
 
     passage: StageIO = field(default_factory=StageIO)
 
@@ -254,14 +250,7 @@ def stage_of(model: nn.Module, pipeline: PipelinePlan, stage: int, passage: Stag
 
 
 def prove(facts: ModelFacts, plan: PipelinePlan, ranks: int) -> None:
-    """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
-
-    Args:
-        ranks: size of the tensor axis, for which the small copy was measured.
-
-    Raises:
-        UnsupportedError: the stages' results differ from the whole model's; the text names the first tensor that does.
-    """
+    """Rehearse the plan on a small copy, without communication, once for each; raise where results differ."""
     sample = facts.measurements.structure(ranks).sample
     stages = tuple(StagePlan(0, (block,)) for block in sample.blocks)
     small = replace(plan, stages=stages, dtype="float64")
@@ -291,51 +280,39 @@ def _refused(facts: ModelFacts, plan: PipelinePlan, why: str) -> str:
 
 
 def rehearse(sample: Sample, plan: PipelinePlan, branch: Branch) -> Errors:
-    """Compare stages with the whole model.
-
-    Args:
-        sample: a small model with weights.
-        plan: plan of its stages.
-        branch: the forward.
-    """
+    """Compare stages with the whole of a small model that has weights, in one branch."""
     reference, way = branch.copied(sample)
     with way:
         expected_loss = loss_of(logits_of(reference(**branch.inputs)))
         expected_loss.backward()
-    copied, way = branch.copied(sample)
-    with way:
-        loss, found = _through_stages(copied, plan, dict(branch.inputs))
+    model, way = branch.copied(sample)
+    with way:  # the stages share the parameters here, so that gradients of tied ones add up
+        inputs = dict(branch.inputs)
+        passages = [StageIO() for _ in plan.stages]
+        stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
+        deferred = DeferredGradients()
+        for stage, module in zip(plan.stages, stages, strict=True):
+            for path, transposed in plan.kind_of(stage.blocks[0]).linears if plan.splits_backward else ():
+                defer_linear(module.get_submodule(f"{stage.blocks[0]}.{path}"), transposed, deferred)
+        left: list[Tensor] = []
+        entered: list[Tensor | None] = []
+        for number, (module, passage) in enumerate(zip(stages, passages, strict=True)):
+            passage.shape = tuple(next(iter(inputs.values())).shape)
+            passage.entering = left[-1].detach().requires_grad_() if left else None
+            entered.append(passage.entering)
+            output = module(**arguments_of(number, inputs))
+            passed = loss_of(logits_of(output)) if module is stages[-1] else passage.leaving
+            assert passed is not None
+            left.append(passed)
+        gradient: Tensor | None = None
+        for number in reversed(range(len(stages))):
+            deferred.begin(number)
+            torch.autograd.backward(left[number], gradient)
+            deferred.end()
+            gradient = None if (given := entered[number]) is None else given.grad
+            deferred.do(number)
+        found = gradients_of(model)
+    loss = left[-1].item()
     return errors_of(
-        [loss.item()], expected_loss.item(), reference, lambda name, one: [found.get(name, torch.zeros_like(one))]
+        [loss], expected_loss.item(), reference, lambda name, one: [found.get(name, torch.zeros_like(one))]
     )
-
-
-def _through_stages(model: nn.Module, plan: PipelinePlan, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, and the gradients of the parameters by name.
-
-    The gradients of tied parameters add up, since the stages share the parameters here.
-    """
-    passages = [StageIO() for _ in plan.stages]
-    stages = [stage_of(model, plan, number, passage) for number, passage in enumerate(passages)]
-    deferred = DeferredGradients()
-    for stage, module in zip(plan.stages, stages, strict=True):
-        for path, transposed in plan.kind_of(stage.blocks[0]).linears if plan.splits_backward else ():
-            defer_linear(module.get_submodule(f"{stage.blocks[0]}.{path}"), transposed, deferred)
-    left: list[Tensor] = []
-    entered: list[Tensor | None] = []
-    for number, (module, passage) in enumerate(zip(stages, passages, strict=True)):
-        passage.shape = tuple(next(iter(inputs.values())).shape)
-        passage.entering = left[-1].detach().requires_grad_() if left else None
-        entered.append(passage.entering)
-        output = module(**arguments_of(number, inputs))
-        passed = loss_of(logits_of(output)) if module is stages[-1] else passage.leaving
-        assert passed is not None
-        left.append(passed)
-    gradient: Tensor | None = None
-    for number in reversed(range(len(stages))):
-        deferred.begin(number)
-        torch.autograd.backward(left[number], gradient)
-        deferred.end()
-        gradient = None if (given := entered[number]) is None else given.grad
-        deferred.do(number)
-    return left[-1].detach(), gradients_of(model)

@@ -191,11 +191,7 @@ Duration = Callable[[str, tuple[int, ...], int], float]
 def absent_peers(rank: int, world: int, duration: Duration | None = None) -> Iterator[None]:
     """Make this process rank ``rank`` of ``world`` for the time of the context; existing groups are set aside.
 
-    Args:
-        duration: seconds for which a message keeps the stream that issues it busy, or the CPU; None: none.
-
-    Raises:
-        ConfigError: there is no such rank.
+    ``duration``: seconds for which a message keeps the stream that issues it busy, or the CPU; None: none.
     """
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} of {world} ranks: legal are 0 to {world - 1}")

@@ -23,11 +23,7 @@ log = logging.getLogger("meshwright")
 
 
 def refuse_without_distributed() -> None:
-    """Refuse a torch that was built without its distributed package.
-
-    Raises:
-        UnsupportedError: which torch this is, and what to install.
-    """
+    """Raise UnsupportedError for a torch that was built without its distributed package."""
     import torch
     import torch.distributed as dist
 
@@ -148,11 +144,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``.
-
-    Raises:
-        ConfigError: ``nodelist`` is not such a list.
-    """
+    """Return the first name of Slurm's compressed host list: ``"n[03-05,9],login1"`` gives ``"n03"``."""
     first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)", nodelist)  # up to the first comma outside brackets
     name = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group(1)) if first else ""
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", name):

@@ -143,12 +143,9 @@ EXCHANGE, ATTENTION = "exchange", "attention"
 
 
 def exchanged(send: Callable[..., Tensor], *args: Any, into: Tensor | None = None) -> Tensor:
-    """Return the tensor that ``send(*args)`` receives from other ranks.
+    """Return the tensor that ``send(*args)`` receives from other ranks, and writes ``into`` a given one.
 
     A recomputation whose policy saves exchanges sends nothing, and returns the tensor received in the forward.
-
-    Args:
-        into: a tensor into which ``send`` writes the result, and which it returns.
     """
     if torch.compiler.is_compiling():
         return send(*args)
@@ -170,11 +167,7 @@ def not_counted() -> Iterator[None]:
 
 
 def exchanging(begin: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """Begin an exchange with other ranks, and return the function that waits for what they send.
-
-    Args:
-        begin: begins it, and returns such a function; a recomputation that has the result calls it not.
-    """
+    """Begin an exchange with other ranks, unless it is recomputed, and return what waits for their tensors."""
     if torch.compiler.is_compiling():
         return begin()
     modes = _running.modes

@@ -229,7 +229,6 @@ def offload(module: nn.Module, number: int, store: HostActivations) -> None:
     Tensors that stay in memory anyway are not offloaded: parameters and their views, buffers, arguments without
     gradient (masks, tables). Nor are small tensors, or tensors of other types than plain ones.
     """
-
     forward = module.forward
 
     def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
@@ -315,10 +314,7 @@ def compile_blocks(model: nn.Module, plan: Plan) -> nn.Module:
 
     A plan may limit the activations that a module's compiled calls save for backward to a fraction. The partitioner
     chooses them (min cut, arXiv 2302.05442, and a knapsack over the costs). It would recompute random operators with
-    other numbers (torch 2.13 on the CPU), so a block that draws random numbers is refused.
-
-    Raises:
-        UnsupportedError: in the first forward with gradients, if a limited block draws random numbers.
+    other numbers (torch 2.13 on the CPU), so a block that draws random numbers is refused in its first forward.
     """
 
     def within(budget: float, compiled: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
@@ -360,19 +356,14 @@ def keep_hooks_eager(module: nn.Module) -> None:
             hooks[key] = torch.compiler.disable(hook)
 
 
-def graph_breaks() -> dict[str, int]:
-    """Count the graph breaks of all modules compiled in this process, by reason in torch's words."""
-    found: dict[str, int] = {}
+def graph_breaks_text() -> str:
+    """Return the graph breaks of all modules compiled in this process, for people; empty if there are none."""
+    found: dict[str, int] = {}  # by reason, in torch's words
     for reason, times in graph_break_counts().items():
         what, *more = [line.strip() for line in reason.splitlines() if line.strip()]
         why = next((line.removeprefix("Explanation: ") for line in more if line.startswith("Explanation: ")), "")
         text = f"{what} ({why})" if why else what
         found[text] = found.get(text, 0) + times
-    return found
-
-
-def graph_breaks_text() -> str:
-    """Return the graph breaks as text for people; empty if there are none."""
-    lines = [f"  {times} × {reason}" for reason, times in sorted(graph_breaks().items(), key=lambda one: -one[1])]
+    lines = [f"  {times} × {reason}" for reason, times in sorted(found.items(), key=lambda one: -one[1])]
     title = "compiled blocks fall apart into several graphs (what is between them runs uncompiled):"
     return "\n".join([title, *lines]) if lines else ""

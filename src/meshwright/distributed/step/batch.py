@@ -33,11 +33,7 @@ def weights_of(batch: Batch) -> Tensor | None:
 
 
 def named(batch: Brought, signature: Signature, images: ImageArguments | None = None) -> Brought:
-    """Return a batch, or microbatches, with tokens under ``tokens`` where they stand under the model's name.
-
-    Args:
-        images: how the model takes images: batches then say how many each row has (``dealing.counted``).
-    """
+    """Return a batch, or microbatches, with tokens under ``tokens`` and the number of images in each row."""
     name = signature.takes["tokens"]
     if not isinstance(batch, Mapping):
         return [named(piece, signature, images) for piece in batch] if isinstance(batch, (list, tuple)) else batch  # type: ignore[return-value]
@@ -178,11 +174,7 @@ def _check_documents(batch: Batch, signature: Signature) -> None:
 
 
 def _check_ids(key: str, ids: Any, vocab_size: int, cause: str) -> None:
-    """Refuse ids outside the vocabulary, which some layouts would look up nowhere and others crash on.
-
-    Args:
-        ids: (rows, seq, ...), numpy on the CPU; ``IGNORED`` among labels is none.
-    """
+    """Refuse ids outside the vocabulary, which some layouts would look up nowhere and others crash on."""
     strange = (ids < 0) | (ids >= vocab_size)
     if key == "labels":
         strange &= ids != IGNORED

@@ -18,11 +18,7 @@ from meshwright.distributed.products import Products, products_of
 
 
 class DeferredGradients:
-    """The deferred gradients of one stage.
-
-    Attributes:
-        waiting: deferred work by microbatch.
-    """
+    """The deferred gradients of one stage; ``waiting``: deferred work by microbatch."""
 
     def __init__(self) -> None:
         self._open: list[Callable[[], None]] | None = None
@@ -58,11 +54,7 @@ class DeferredGradients:
 
 
 def defer_linear(module: nn.Module, transposed: bool, deferred: DeferredGradients) -> None:
-    """Let a linear layer defer its weight's gradient where ``deferred`` is open in backward.
-
-    Args:
-        transposed: whether the layer's weight is stored (in, out).
-    """
+    """Let a linear layer, whose weight may be stored (in, out), defer its gradient where ``deferred`` is open."""
     way = products_of(module, transposed)
 
     forward = module.forward

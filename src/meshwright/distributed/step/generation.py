@@ -78,12 +78,7 @@ def generate(
 ) -> list[int]:
     """Generate the ids that follow ``prompt``, at most ``tokens`` of them.
 
-    Args:
-        stop: ids that end the text (they are not returned).
-        heard: called with each id as soon as it is chosen; a true value ends the text.
-
-    Raises:
-        ConfigError: an empty prompt, or a negative number of tokens.
+    ``stop`` ids end the text, and are not returned; so does a true value of ``heard``, which is called with each id.
     """
     if not len(prompt):
         raise ConfigError("the prompt is empty: give at least one token to continue")
@@ -121,11 +116,7 @@ class Cacheless:
 
 
 class DecoderCache:
-    """Keys and values of the decoder's attention, which its cores are given by hooks for one generation.
-
-    Args:
-        forward: a batch -> (rows, seq, vocabulary).
-    """
+    """Keys and values of the decoder's attention, which its cores are given by hooks for one generation."""
 
     def __init__(self, model: nn.Module, forward: Callable[[Batch], Tensor]):
         self._forward, self.seen, self.is_on = forward, 0, True
@@ -165,12 +156,7 @@ class DecoderCache:
 
 
 class OwnCache:
-    """Keys and values in the model's own object.
-
-    Args:
-        forward: the arguments of a forward -> its output.
-        name: the argument and output that hold the object, one of ``PASTS``.
-    """
+    """Keys and values in the model's own object, an argument and output of that ``name``, one of ``PASTS``."""
 
     def __init__(self, forward: Callable[..., Any], inputs: Inputs, name: str):
         self._forward, self._inputs, self._name, self.seen, self.is_on = forward, inputs, name, 0, True
@@ -202,12 +188,7 @@ class Cached:
     """
 
     def __init__(
-        self,
-        cache: DecoderCache | OwnCache,
-        whole: NextLogits,
-        window: int | None,
-        bound: float,
-        judged: Cacheless,
+        self, cache: DecoderCache | OwnCache, whole: NextLogits, window: int | None, bound: float, judged: Cacheless
     ):
         self.cache, self._whole, self._window, self._bound, self._judged = cache, whole, window, bound, judged
         self._is_used = True

@@ -40,9 +40,6 @@ LEAKS = 1e-3
 def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
     """Return whether a row's second document is computed independently of the first.
 
-    Args:
-        logits: batch (tokens, positions: (2, seq) int64) -> (2, seq, vocab), without gradients.
-
     Where peers are absent, no logits are the model's, and the answer is taken to be yes.
     """
     if peers_are_absent():
@@ -138,10 +135,8 @@ class StepOpening:
     def open(self, bring: Callable[[], list[step_batch.Batch]]) -> OpenedStep:
         """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
 
-        One small all-reduce per data axis gives all ranks the counts of the whole step.
-
-        Args:
-            bring: returns this rank's microbatches, or raises why there are none.
+        One small all-reduce per data axis gives all ranks the counts of the whole step. ``bring`` returns this rank's
+        microbatches, or raises why there are none.
         """
         pieces: list[step_batch.Batch] = []
         refusal: Exception | None = None

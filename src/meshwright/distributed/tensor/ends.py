@@ -45,11 +45,7 @@ def first_block(module: nn.Module, hidden: int | str, runtime: Runtime) -> None:
 
 
 def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
-    """Gather the sequence after the last block, for models that count tokens there or whose head is whole.
-
-    Args:
-        alike: whether all ranks compute the same after it.
-    """
+    """Gather the sequence after the last block, for models that count tokens there or whose head is whole."""
     gathered = functions.gathered_alike if alike else functions.gathered
 
     def leave(_: nn.Module, args: tuple, output: Any) -> Any:
@@ -64,12 +60,9 @@ def last_block(module: nn.Module, runtime: Runtime, *, alike: bool) -> None:
 
 
 def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_hidden: bool) -> None:
-    """Make an embedding vocabulary-parallel: each rank has the rows of some token ids.
+    """Make an embedding of ``rows`` vocabulary-parallel: each rank has the rows of some token ids.
 
-    Args:
-        rows: number of rows of the whole weight.
-        is_hidden: whether the first block takes the output unchanged, so that the ranks can scatter it instead of
-            summing.
+    ``is_hidden``: the first block takes the output unchanged, so that the ranks can scatter it instead of summing.
     """
     group = runtime.group
     shard = VocabularyShard.of(rows, group)
@@ -105,11 +98,7 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
 
 
 def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_whole: bool) -> None:
-    """Make the layer that computes the logits vocabulary-parallel: each rank computes those of its token ids.
-
-    Args:
-        takes_whole: whether the input is already the whole sequence, whose gradient is then summed elsewhere.
-    """
+    """Make the layer that computes the logits vocabulary-parallel: each rank computes those of its token ids."""
     group = runtime.group
 
     def head_forward(x: Tensor) -> Tensor:
@@ -152,7 +141,6 @@ def kept_logits(model: nn.Module, runtime: Runtime) -> None:
 
 def loss_computing_head(module: nn.Module, runtime: LossSite) -> None:
     """Let a whole head compute the loss in chunks when one is requested."""
-
     forward = module.forward
 
     def loss_forward(x: Tensor) -> Tensor:

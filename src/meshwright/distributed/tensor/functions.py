@@ -53,11 +53,7 @@ class Operators:
 
 
 def symmetric_memory(group: dist.ProcessGroup) -> Operators:
-    """Return torch's operators. Collective: the ranks map each other's memory.
-
-    Raises:
-        UnsupportedError: the ranks cannot map each other's memory.
-    """
+    """Return torch's operators (collective: the ranks map each other's memory), or raise UnsupportedError."""
     way = "Set techniques.async_tensor_parallel = false: the numbers are the same."
     if local_device() != CUDA:
         raise UnsupportedError(f"techniques.async_tensor_parallel needs CUDA, which is not available. {way}")

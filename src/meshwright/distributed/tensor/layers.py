@@ -281,20 +281,11 @@ def shared_linear(module: Any, parts: OperandParts, runtime: Runtime) -> None:
 
 @dataclass(frozen=True)
 class LayersOfInput:
-    """Column-parallel layers that alone use one input, or a norm of it.
-
-    Attributes:
-        sums: whether the gradients of the norm's parameters are summed over the ranks in the backward.
-    """
+    """Column-parallel layers that alone use one input, or a norm of it; ``sums`` in the backward its gradients."""
 
     layers: list[ColumnLayer]
     norm: nn.Module | None = None
     sums: bool = False
-
-    def norm_parameters(self, runtime: Runtime) -> list[Tensor]:
-        """Return the norm's parameters as plain tensors."""
-        held = [] if self.norm is None else [local(p) for p in self.norm._parameters.values() if p is not None]
-        return [functions.summing_gradients(parameter, runtime.group) for parameter in held] if self.sums else held
 
     def branch(self) -> Branch:
         """Describe norm and layers as functions of their input and parameters."""
@@ -329,7 +320,9 @@ class SharedInput:
             if branch.norm is not None:
 
                 def norm_later_forward(x: Tensor) -> Tensor:  # new for each norm: it refers to the forward it wraps
-                    return stand_in_for(x)
+                    made = without_values(x, x.shape)  # a stand-in: the layers after the norm compute the norm itself
+                    made.normed_later = x  # type: ignore[attr-defined]
+                    return made
 
                 wrap(branch.norm, norm_later_forward, f"computed with the layers behind it, tp {runtime.group.size}")
 
@@ -353,7 +346,11 @@ class SharedInput:
         if self._taken is not x or number not in self._outputs:
             tensors: list[Tensor | None] = []
             for branch in self.branches:
-                tensors += branch.norm_parameters(self.runtime)
+                held = (
+                    [] if branch.norm is None else [local(p) for p in branch.norm._parameters.values() if p is not None]
+                )
+                group = self.runtime.group
+                tensors += [functions.summing_gradients(p, group) for p in held] if branch.sums else held
                 for layer in branch.layers:
                     tensors += layer.tensors(self.runtime)
             made = functions.column_parallel(x, self._described, tensors, self.runtime.sequence)
@@ -362,13 +359,6 @@ class SharedInput:
         if not self._outputs:
             self._taken = None
         return output
-
-
-def stand_in_for(x: Tensor) -> Tensor:
-    """Return a stand-in without memory for a norm of ``x``; the layers after the norm compute the norm itself."""
-    made = without_values(x, x.shape)
-    made.normed_later = x  # type: ignore[attr-defined]
-    return made
 
 
 @dataclass(frozen=True)
@@ -541,7 +531,6 @@ def local_summand(layer: ColumnLayer, runtime: Runtime, *, sums_at_once: bool) -
 
 def reduce_behind(around: nn.Module, runtime: Runtime, reduction: Reduction) -> None:
     """Reduce the partial sums that the module around a row-parallel layer and its adapters returns."""
-
     forward = around.forward
 
     def reduced_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -65,12 +65,7 @@ def vocabulary_parallel_cross_entropy_sum(
 
 
 def vocabulary_parallel_row_log_probs(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
-    """Sum the log-probabilities of each row's labels, (rows,), as ``core.losses.row_log_probs`` does of whole logits.
-
-    Args:
-        logits: (rows, seq, shard.size).
-        labels: (rows, seq).
-    """
+    """Sum log-probabilities of labels (rows, seq) by row from a shard of logits, as ``row_log_probs`` does of all."""
     return -_CrossEntropy.apply(logits, labels, shard, 0.0, 0.0, None, True).view(labels.shape).sum(1)
 
 
@@ -162,12 +157,7 @@ def head_loss_sum(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        loss: LossOfLogits,
-        chunks: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfLogits, chunks: int
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         flat = hidden.detach().flatten(0, -2)
@@ -207,10 +197,5 @@ class _HeadLoss(torch.autograd.Function):
             g if g is None else g.mul_(grad_output.to(g.dtype)) for g in ctx.gradients
         )
         ctx.gradients = None
-        return (
-            grad_hidden if grad_hidden is None else grad_hidden.view(ctx.shape),
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-        )
+        grad_hidden = None if grad_hidden is None else grad_hidden.view(ctx.shape)
+        return grad_hidden, grad_weight, grad_bias, None, None

@@ -53,30 +53,20 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     overlap = Overlap(group) if tensor.async_tensor_parallel else None
     ranks = ProcessGroupRanks(group)
     wrap_modules(model, tensor, ranks, sums_at_once=sums_at_once, overlap=overlap, leaving=plan.experts)
-    distribute_parameters(model, tensor, mesh, leaving=plan.experts)
-    remember(model, tensor)
-    return model
-
-
-def distribute_parameters(
-    model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, leaving: ExpertPlan | None = None
-) -> None:
-    """Make every parameter a DTensor on the tensor axis; tied parameters stay tied.
-
-    Experts that are ``leaving`` for another axis are skipped.
-    """
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for raw, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             full = clean(f"{raw}.{name}" if raw else name)
-            if parameter is None or (leaving is not None and leaving.has(full)):
+            if parameter is None or (plan.experts is not None and plan.experts.has(full)):
                 continue
             if id(parameter) not in made:
-                cut = plan.cut_of(full, parameter.shape)
-                placement = Replicate() if cut is None else placement_of_cut(*cut, plan.ranks)
+                cut = tensor.cut_of(full, parameter.shape)
+                placement = Replicate() if cut is None else placement_of_cut(*cut, tensor.ranks)
                 made[id(parameter)] = distribute(parameter, mesh, placement)
                 made[id(made[id(parameter)])] = made[id(parameter)]
             module._parameters[name] = made[id(parameter)]
+    remember(model, tensor)
+    return model
 
 
 def wrap_modules(
@@ -322,14 +312,7 @@ def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
 
 
 def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) -> None:
-    """Rehearse the plan on a small copy of the model, without communication, once for each model and plan.
-
-    Args:
-        sums_at_once: how the plan will be applied: see ``wrap_modules``.
-
-    Raises:
-        UnsupportedError: the results differ from those of one process; the text names the first tensor that does.
-    """
+    """Rehearse the plan on a small copy, without communication, once for each; raise where results differ."""
     model = facts.module
     if (plan, sums_at_once) in facts.measurements.proven:
         return

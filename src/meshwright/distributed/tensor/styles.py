@@ -248,7 +248,6 @@ class MlaStyle(Style):
 
 def _change_output(module: nn.Module, change: Callable[[Any], Any], words: str) -> None:
     """Wrap the module's forward so that it returns ``change`` of its output."""
-
     forward = module.forward
 
     def changed_output_forward(*args: Any, **kwargs: Any) -> Any:

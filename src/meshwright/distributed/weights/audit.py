@@ -112,10 +112,9 @@ CHUNK = 2**20
 def audit(
     parts: Sequence[ModelPart], data_groups: list[dist.ProcessGroup], optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Compare each part with its facts and plan, and an optimizer with all parts. Collective over the data groups.
+    """Compare each part with its facts and plan, and an optimizer with all; list problems in an IntegrityError.
 
-    Raises:
-        IntegrityError: a parameter, buffer or layer differs; the text lists the first problems.
+    Collective over the data groups.
     """
     problems: list[str] = []
     trained: list[tuple[str, nn.Parameter]] = []
@@ -135,15 +134,9 @@ def audit(
 
 
 def refuse_unequal(model: nn.Module, groups: Sequence[dist.ProcessGroup], leaving: ExpertPlan | None = None) -> None:
-    """Compare the ranks' initial weights. Collective over the groups.
+    """Refuse ranks with unequal initial weights, but for ``leaving`` experts. Collective over the groups.
 
     Sharding unequal weights would combine several models into one, and no later audit could detect it.
-
-    Args:
-        leaving: experts that are distributed already, and differ by rank; they are not compared.
-
-    Raises:
-        IntegrityError: parameters or buffers differ; the text names the first ones.
     """
     if groups:
         _refuse("the ranks bring different models", list(_replicas(model, groups, brought=True, leaving=leaving)))
@@ -226,11 +219,7 @@ def _replicas(
 ):
     """Yield parameters and buffers whose values differ between ranks that should hold the same ones.
 
-    Args:
-        groups: groups over which plain tensors must be equal.
-        brought: compare DTensors too over those of ``groups`` that are not in their mesh, since another axis will
-            shard them next.
-        leaving: experts that are not compared.
+    ``brought``: compare DTensors too over those of ``groups`` that are not in their mesh: another axis will shard them.
     """
     alike: dict[tuple[tuple[dist.ProcessGroup, ...], str], list[tuple[str, Tensor]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

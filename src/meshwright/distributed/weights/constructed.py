@@ -128,16 +128,9 @@ class Destinations:
 def initialise_by_modules(
     model: nn.Module, seed: int, done: Collection[str] = (), *, buffers_only: bool = False
 ) -> set[str]:
-    """Write every parameter and buffer of ``model`` in place (whole or sharded) that is not in ``done``.
+    """Write every parameter and buffer in place (whole or sharded) that is not in ``done``; return the names written.
 
-    Returns the names written.
-
-    Args:
-        done: names of parameters and buffers that have their values already.
-        buffers_only: initialise only modules with their own buffers; parameters that they write are not reported.
-
-    Raises:
-        UnsupportedError: no module initialises some of them; the text names them and the module that should.
+    With ``buffers_only``, parameters that modules with buffers of their own write are not reported.
     """
     written: set[str] = set()
     every = model.named_buffers() if buffers_only else (*model.named_parameters(), *model.named_buffers())
@@ -237,12 +230,19 @@ def write_constructed(
     Args:
         only: names of the parameters and buffers to write; adapters among them are then drawn as if nothing else were,
             as in a process that reads the others from files. None: all.
-
-    Raises:
-        UnsupportedError: a module was added after the constructor.
     """
+    builders: list[tuple[str, Callable[[], nn.Module]]] = []
+    if (build := builder_of(model)) is not None:
+        builders.append(("", build))
+    found: list[str] = []  # the outermost pretrained models inside
+    for raw, module in model.named_modules():
+        path = clean(raw)
+        if brings_initialiser(module) and not any(outer == "" or path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+            kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+            builders.append((path, lambda kind=kind, config=module.config: build_again(kind, config)))
     written: set[str] = set()
-    for path, build in _builders(model):
+    for path, build in builders:
         part = _Part(model, path, only)
         if all(part.full_name(name) in written or host_of_magnitude(name) for name in part.tensors):
             continue
@@ -255,19 +255,6 @@ def write_constructed(
             _carry_out(part, recording, seed, draw_on)
         written |= part.written
     return written
-
-
-def _builders(model: nn.Module) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Yield the path and builder of the model, if known, and of the outermost pretrained models inside."""
-    if (build := builder_of(model)) is not None:
-        yield "", build
-    found: list[str] = []
-    for raw, module in model.named_modules():
-        path = clean(raw)
-        if brings_initialiser(module) and not any(outer == "" or path.startswith(f"{outer}.") for outer in found):
-            found.append(path)
-            kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-            yield path, lambda kind=kind, config=module.config: build_again(kind, config)
 
 
 @dataclass
@@ -369,11 +356,7 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
 
 def _in_stream(
-    recording: ConstructorSteps,
-    storages: Set[int],
-    give: Callable[[int, Values], None],
-    seed: int,
-    alone: Set[int],
+    recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int, alone: Set[int]
 ) -> None:
     """Replay all steps in order from one seed; give away each value after the last step that reads it.
 
@@ -404,11 +387,7 @@ def _in_stream(
 def _in_blocks(
     part: _Part, steps: list[Step], views: Mapping[str, View], seed: int, first: str, draw_on: str | None
 ) -> bool:
-    """Fill a tensor block by block, if one step alone fills it with numbers; return whether that was done.
-
-    Args:
-        first: the tensor's first name, for the seed.
-    """
+    """Fill a tensor block by block, if one step alone fills it with numbers; return whether that was done."""
     fill = steps[0].fills if len(steps) == 1 else None
     if fill is None or any(view != fill for view in views.values()):
         return False
@@ -496,17 +475,11 @@ def tie(model: nn.Module, ties: dict[str, str]) -> None:
 
 
 def write_magnitudes(model: nn.Module, written: set[str]) -> set[str]:
-    """Write the magnitudes of DoRA (arXiv 2402.09353) that have no values yet: the lengths of their weights' rows.
+    """Write the magnitudes of DoRA (arXiv 2402.09353) that have no values yet, lengths of rows; return the names.
 
     peft computes them where it makes an adapter, from the weights that are there; here adapters are made before. So
     they are computed behind, of whole rows, by peft's own function. Adapters begin with a product of zero, so the
     lengths are those of the weights alone. Collective over each weight's mesh; one whole weight is in memory at a time.
-
-    Args:
-        written: names of the parameters that have their values.
-
-    Returns:
-        The names written.
     """
     held: dict[str, Tensor] = {clean(raw): parameter for raw, parameter in model.named_parameters()}
     found: set[str] = set()

@@ -14,13 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map
-from meshwright.distributed.torch_private import (
-    DTensorSpec,
-    TensorMeta,
-    let_fsdp_make,
-    local_part,
-    spec_of,
-)
+from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, let_fsdp_make, local_part, spec_of
 from meshwright.distributed.weights.shards import whole_everywhere
 
 from .shards import PartsShard, Piece, pieces, with_local
@@ -97,7 +91,16 @@ class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTenso
         return _Whole.apply(self).redistribute(device_mesh, placements, **options)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [write_item(fqn, self, piece) for piece in pieces(self)]
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(piece.offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk_of(piece), TensorProperties.create_from_tensor(piece.local), self.shape
+                ),
+            )
+            for piece in pieces(self)
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk_of(piece) for piece in pieces(self)]
@@ -255,8 +258,3 @@ def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape)
-
-
-def write_item(name: str, whole: Tensor, piece: Piece) -> WriteItem:
-    data = TensorWriteData(chunk_of(piece), TensorProperties.create_from_tensor(piece.local), whole.shape)
-    return WriteItem(index=MetadataIndex(name, torch.Size(piece.offset)), type=WriteItemType.SHARD, tensor_data=data)

@@ -426,14 +426,7 @@ def scatter(
     *,
     strict: bool,
 ) -> IncompatibleKeys:
-    """Copy whole tensors into shards, after all ranks have seen that names and shapes fit.
-
-    Args:
-        names: the whole model's names, with the other names of each.
-
-    Raises:
-        ConfigError: they do not, on some rank.
-    """
+    """Copy whole tensors into shards, after all ranks have seen that names and shapes fit; else raise ConfigError."""
     known = {alias for name, aliases in names.items() for alias in (name, *aliases)}
     keys = IncompatibleKeys(
         [name for name, aliases in names.items() if not {name, *aliases} & set(state)],
