@@ -96,13 +96,10 @@ def farthest(runs: Sequence[Mapping[Key, Mapping[str, float]]]) -> dict[Key, dic
 
 
 def sum_floor(parts: Tensor, reference: Tensor) -> float:
-    """Estimate a sum's relative rounding error from two runs' terms.
+    """Estimate a sum's relative rounding error from its (n,) terms in two runs.
 
     The two sums may be close by chance, so the estimate is at least two standard deviations of a sum whose terms are
     off independently.
-
-    Args:
-        parts, reference: (n,) terms of the sum in either run.
     """
     off = parts.double() - reference.double()
     whole = max(abs(reference.double().sum().item()), torch.finfo(torch.float64).tiny)

@@ -317,8 +317,7 @@ def observing(
         tokens: each row's tokens on this rank, where ranks share out sequences.
         unobserved: modules whose outputs have no dim of rows, and neither have those inside: a tower of images.
 
-    A compiled module is observed from outside: hooks on or in the module would be compiled with it, and break its
-    graph.
+    A compiled module is observed from outside: hooks on or in it would be compiled with it, and break its graph.
     """
     observed = Observed(tokens)
     with ExitStack() as stack:

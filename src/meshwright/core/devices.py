@@ -123,11 +123,7 @@ def finish_stream(device: torch.device) -> None:
 
 
 def check_device_type(device_type: str, where: str) -> None:
-    """Refuse a type for which nobody can plan here.
-
-    Raises:
-        ConfigError: it is neither the CPU, nor CUDA, nor this machine's accelerator.
-    """
+    """Raise ConfigError for a type that is neither the CPU, nor CUDA, nor this machine's accelerator."""
     known = dict.fromkeys((CPU, CUDA, local_device()))
     if device_type not in known:
         raise ConfigError(f"{where} = {device_type!r} is none of {', '.join(known)}")

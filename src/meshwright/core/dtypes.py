@@ -26,15 +26,7 @@ _ALIASES = {
 
 
 def canonical_dtype(name: str, *, where: str = "dtype") -> str:
-    """Return a dtype's canonical name: "bf16" -> "bfloat16".
-
-    Args:
-        name: float32/fp32, float16/fp16/half, bfloat16/bf16 or float64/double/fp64.
-        where: name of the value in the error, such as a config key.
-
-    Raises:
-        ConfigError: any other name.
-    """
+    """Return a dtype's canonical name, "bf16" -> "bfloat16", or raise ConfigError about the value ``where``."""
     canonical = _ALIASES.get(name, name)
     if canonical not in _BYTES:
         legal = ", ".join("/".join([full, *(alias for alias, of in _ALIASES.items() if of == full)]) for full in _BYTES)

@@ -147,11 +147,7 @@ def nearest(word: str, choices) -> str:
 
 
 def import_object(path: str) -> Any:
-    """Import "package.module:name"; the current folder counts as importable, as for ``python -m``.
-
-    Raises:
-        ConfigError: the object cannot be imported; the message says why.
-    """
+    """Import "package.module:name", from the current folder too, as ``python -m`` does; raise ConfigError with why."""
     module, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -173,11 +169,7 @@ def quieten_torchao() -> None:
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[type]:
-    """Import the classes at paths "package.module.Class", in order.
-
-    Raises:
-        ImportError: a class cannot be imported; the message names the path and the reason.
-    """
+    """Import the classes at paths "package.module.Class", in order; raise ImportError with path and reason."""
     found = []
     for path in class_paths:
         module, _, name = path.rpartition(".")

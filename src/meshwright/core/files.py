@@ -113,11 +113,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object that other programs wrote.
-
-    Raises:
-        ConfigError: a pointer of Git LFS, a file that is cut short or no JSON, or another value than an object.
-    """
+    """Read a JSON object that other programs wrote; raise ConfigError for a pointer of Git LFS or no whole object."""
     refuse_pointer(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

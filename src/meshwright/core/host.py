@@ -119,11 +119,7 @@ def nccl_choice(here: Mapping[str, tuple[str, ...]], env: Mapping[str, str] = os
 
 
 def refuse_absent_interfaces() -> None:
-    """Refuse an interface for gloo that this host does not have, before the connection fails or hangs.
-
-    Raises:
-        ConfigError: the name, those that there are, and the command to type.
-    """
+    """Raise ConfigError for an interface for gloo that this host lacks, before the connection fails or hangs."""
     wanted = os.environ.get(GLOO)
     if not wanted:
         return
@@ -193,11 +189,7 @@ def is_at_least(package: str, version: str) -> bool:
 
 
 def refuse_older(package: str) -> None:
-    """Refuse a package that is older than the tested range.
-
-    Raises:
-        UnsupportedError: what is tested, and what is here.
-    """
+    """Raise UnsupportedError for a package that is older than the tested range."""
     here, tested = installed(package), TESTED[package]
     if here is not None and tested.is_older(here):
         raise UnsupportedError(
@@ -207,12 +199,7 @@ def refuse_older(package: str) -> None:
 
 
 def refuse_unfit_torch() -> None:
-    """Refuse to go on without torch, or with one that is older than the tested range.
-
-    Raises:
-        MissingExtraError: the command that installs torch.
-        UnsupportedError: what is tested, and what is here.
-    """
+    """Raise MissingExtraError without torch, UnsupportedError with one that is older than the tested range."""
     if installed("torch") is None and util.find_spec("torch") is None:
         raise MissingExtraError("meshwright", f"torch>={TESTED['torch'].oldest}", "")
     refuse_older("torch")
@@ -246,11 +233,7 @@ def physical_cores() -> int:
 
 
 def refuse_too_many(count: int) -> None:
-    """Refuse more processes than the cores serve or the free memory holds: they would end other people's programs.
-
-    Raises:
-        ConfigError: the text says what was probably meant, and which key insists.
-    """
+    """Raise ConfigError for more processes than cores or free memory serve: they would end others' programs."""
     import psutil  # which the first line of a run does not wait for
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

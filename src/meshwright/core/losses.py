@@ -125,13 +125,7 @@ class PreferenceLoss:
             )
 
     def __call__(self, log_probs: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
-        """Sum the losses of all pairs that have a label; 0-dim.
-
-        Args:
-            log_probs: (rows,) the model's, by ``row_log_probs``.
-            reference: (rows,) the reference's.
-            labels: (rows, seq).
-        """
+        """Sum the losses of all pairs that have a label, by ``row_log_probs`` (rows,) of model and reference; 0-dim."""
         import torch.nn.functional as F
 
         gain = (log_probs - reference.to(log_probs.dtype)).view(-1, 2)

@@ -387,11 +387,7 @@ _FOUND: dict[str, Any] = {}
 
 
 def found(path: str) -> Any:
-    """Import a name of the table.
-
-    Raises:
-        UnsupportedError: the installed library lacks it; the sentence says what needs it.
-    """
+    """Import a name of the table; raise UnsupportedError, with what needs it, if the installed library lacks it."""
     if path not in _FOUND:
         try:
             _FOUND[_ROWS[path].path] = walk(path)
@@ -465,11 +461,7 @@ def is_there(row: PrivateName) -> bool:
 
 
 def walk(path: str) -> Any:
-    """Import the longest prefix of a path that is a module, and read the rest as attributes.
-
-    Raises:
-        ImportError, AttributeError: it ends on the way.
-    """
+    """Import the longest prefix of a path that is a module, and read the rest as attributes."""
     parts = path.split(".")
     held = importlib.import_module(parts[0])
     for place, part in enumerate(parts[1:], 2):

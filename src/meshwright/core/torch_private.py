@@ -274,11 +274,7 @@ def dump_memory_history(path: str) -> None:
 
 
 def flash_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention and the logarithms of the sums of exponentials, (rows, heads, queries), on the CPU.
-
-    Args:
-        tensors: query, key and value.
-    """
+    """Return attention to (query, key, value) and the logarithms, (rows, heads, queries), of its sums, on the CPU."""
     kernel = found("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
     return kernel(*tensors, 0.0, is_causal, scale=scale)
 

@@ -85,11 +85,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream.
-
-    Args:
-        layer: the block's number; the first layers of a model with mixtures of experts may be dense.
-    """
+    """Pre-norm attention and feed-forward, each added to the residual stream; the first of ``layer`` may be dense."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0):
         super().__init__()

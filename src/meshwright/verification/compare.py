@@ -165,13 +165,7 @@ TINY = 1e-300
 def differences(
     found: Outcome, reference: Reference, floors: Floors, dtype: str, *, sees_products: bool = False
 ) -> list[Difference]:
-    """Compare all that can be compared.
-
-    Args:
-        floors: how far rounding may move each value.
-        dtype: dtype of the compared computation.
-        sees_products: products in float8 were counted in both.
-    """
+    """Compare all that can be compared; ``sees_products``: products in float8 were counted in both."""
     judge = _Judge(dtype, floors, dtype == "float64" and (reference.narrows or floors.round_inside))
     on_first = [
         *(
@@ -230,25 +224,14 @@ class _Judge:
         for name, error in relative_errors(found, reference).items():
             known = stage == "gradient" and name in found and name in reference
             along = ratio(found[name], reference[name]) if known else None
-            yield Difference(
-                stage,
-                name,
-                error,
-                self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter"),
-                along,
-                step,
-            )
+            bound = self.bound(floors.get(name, 0.0), step, is_stepped=stage == "parameter")
+            yield Difference(stage, name, error, bound, along, step)
 
     def numbers(self, stage: str, found: Sequence[float], reference: Sequence[float]) -> Iterator[Difference]:
         for step, (here, there) in enumerate(zip(found, reference, strict=True), 1):
             error = abs(here - there) / max(abs(there), TINY)
-            yield Difference(
-                stage,
-                "",
-                error,
-                bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds),
-                step=step,
-            )
+            bound = bound_of(self.dtype, self.floors.whole[stage, step][""], rounds=self.rounds)
+            yield Difference(stage, "", error, bound, step=step)
 
     def rows(self, stage: str, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """Compare what modules computed of each row, on the rank that has the row."""
@@ -281,12 +264,8 @@ class _Judge:
                 expected[name] = found.seen[0].sketches[stage, step].get(name, there[name])
             by_rank = [state_errors(seen.sketches[stage, step], expected) for seen in found.seen]
             for name in dict.fromkeys(name for errors in by_rank for name in errors):
-                stepped = stage in ("parameter", "optimizer")
-                bound = (
-                    EXACT
-                    if stage.startswith("initial")
-                    else self.bound(floors.get(name, 0.0), step, is_stepped=stepped)
-                )
+                bound = self.bound(floors.get(name, 0.0), step, is_stepped=stage in ("parameter", "optimizer"))
+                bound = EXACT if stage.startswith("initial") else bound
                 yield worst(stage, name, [errors.get(name, 0.0) for errors in by_rank], bound, step)
 
 

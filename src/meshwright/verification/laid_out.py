@@ -211,12 +211,7 @@ def _real(batch: Batch, device: torch.device) -> Tensor:
 
 
 def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = None) -> nn.Module:
-    """Build the model of a problem with its initial weights, in one process.
-
-    Args:
-        dropout: leave dropout layers as they are.
-        weights: source of the weights of a model on meta, instead of its initialiser.
-    """
+    """Build the model of a problem in one process, with its initial weights or, where it is on meta, ``weights``."""
     model = as_module(problem.source(), problem.seed)
     facts = model_facts(model)
     is_drawn_alike = facts.on_meta and weights is None and facts.numel <= STREAM_ELEMENTS
@@ -384,11 +379,7 @@ class Theirs(LaidOut):
 def lay_out(
     problem: Problem, layout: Layout, parallelize_fn: Parallelize | None = None, *, dropout: bool = False
 ) -> LaidOut:
-    """Lay out the model of a problem. Collective.
-
-    Args:
-        dropout: leave dropout layers as they are.
-    """
+    """Lay out the model of a problem, with ``dropout`` left on if requested. Collective."""
     if parallelize_fn is not None:
         module = build(problem, dropout=dropout)
         mesh = init_distributed(layout, problem.seed)

@@ -169,7 +169,9 @@ class _TraceRecorder:
         )
         model = build(problem, weights=file_weights(c)).to(self.device)
         noise = torch.finfo(torch_dtype(dtype)).eps * (draw > 0) * (1.0 if dtype == self.master else 0.5)
-        rows = 1 if draw == 1 else rows_per_forward(c)
+        # how many rows matters in bfloat16, in which an embedding's gradient adds up the tokens of a forward
+        ranks = shares_of(c.layout).data_ranks if c.layout.is_resolved else 1
+        rows = 1 if draw == 1 else c.batch.microbatch or max(1, c.batch.global_batch // ranks)
         one = OneProcess(model, compute=torch_dtype(dtype), rows=rows, noise=noise, seed=draw)
         optimizer, schedule = build_optimizer(c, model.named_parameters()).optimizer, build_schedule(c)
         named = {clean(name): p for name, p in model.named_parameters()}
@@ -212,17 +214,6 @@ class _TraceRecorder:
         return batch
 
 
-def rows_per_forward(config: Config) -> int:
-    """Return the number of rows that a rank of the config takes at once; the whole batch where its layout is open.
-
-    The number matters in bfloat16: an embedding's gradient adds up the tokens of a forward in bfloat16, and the more
-    there are, the more is lost.
-    """
-    layout, batch = config.layout, config.batch
-    ranks = shares_of(layout).data_ranks if layout.is_resolved else 1
-    return batch.microbatch or max(1, batch.global_batch // ranks)
-
-
 def summary(trace: Trace, path: Path) -> str:
     """Summarise what was written, and what to do with it."""
     first = trace.steps[0]
@@ -258,15 +249,9 @@ class Subject:
 
 
 def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool) -> Subject:
-    """Take the model of a config (or "package.module:factory"), and batches of its shape.
+    """Take the model of a config (or "package.module:factory"), small if asked, and batches of its shape.
 
-    Args:
-        world: the largest number of ranks.
-        shrink: make the model small.
-
-    Raises:
-        ConfigError: a model too large for this machine.
-        UnsupportedError: a factory's model cannot be shrunk.
+    ``world`` is the largest number of ranks.
     """
     batches = RandomBatches(1)
     techniques = to_dict(config.requested)

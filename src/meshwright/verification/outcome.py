@@ -189,10 +189,8 @@ def reference(
 
     Args:
         rows: rows per forward; cut batches round differently. 0: all.
-        noise: relative size of random changes to every module's output.
-        seed: seed of the noise.
-        always_clips: where the first gradient is not longer than max_norm, clip to half its norm: else a fault in
-            clipping does not show.
+        noise: relative size of random changes, drawn by ``seed``, to every module's output.
+        always_clips: see ``references``.
         routes: routing to give the tokens of each step's batch.
     """
     model = build(problem)
@@ -231,9 +229,8 @@ def reference(
         outcome.norm_parts.append(torch.stack([p.grad.double().square().sum() for p in trained if p.grad is not None]))
         if step == 1:
             norm = outcome.norm_parts[0].sum().sqrt().item()
-            outcome.max_norm = (
-                norm / 2 if always_clips and problem.max_norm and 0 < norm <= problem.max_norm else problem.max_norm
-            )
+            clips = always_clips and problem.max_norm and 0 < norm <= problem.max_norm
+            outcome.max_norm = norm / 2 if clips else problem.max_norm
         outcome.norms.append(torch.nn.utils.clip_grad_norm_(trained, outcome.max_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -252,10 +249,8 @@ def candidate(problem: Problem, layout: Layout, parallelize_fn: Parallelize | No
     laid_out = lay_out(problem, layout, parallelize_fn)
     optimizer = laid_out.optimizer()
     named, destinations = laid_out.parameters(), Destinations(*laid_out.models)
-    outcome, seen = (
-        Outcome(initial=whole_on_first(destinations.values(named), differ=laid_out.is_staged)),
-        Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank),
-    )
+    outcome = Outcome(initial=whole_on_first(destinations.values(named), differ=laid_out.is_staged))
+    seen = Seen(laid_out.place, laid_out.stage, laid_out.tensor_rank)
     seen.summed, seen.unlike = laid_out.summed_elsewhere(), laid_out.inside_unlike()
     seen.sketch("initial weight", 1, destinations.values(named))
     seen.sketch("initial buffer", 1, laid_out.buffers())

@@ -307,10 +307,7 @@ NONE = ImageArguments(0, ())
 
 @dataclass(frozen=True)
 class PicturedBatches(RandomBatches):
-    """Random batches in which some rows have images.
-
-    In even steps the rows of the second half have none, in odd ones those of the first.
-    """
+    """Random batches in which some rows have images: in even steps those of the first half alone, else the others."""
 
     images: ImageArguments = NONE
     sizes: tuple[ImageSize, ...] = ()
@@ -328,11 +325,7 @@ class PicturedBatches(RandomBatches):
 def with_images(batches: RandomBatches, module: nn.Module, facts: ModelFacts) -> RandomBatches:
     """Return batches with images for a model that takes them; others as they are.
 
-    Args:
-        module: the model; on meta, it is built once more with weights where only its code tells an image's tokens.
-
-    Raises:
-        ConfigError: no images can be made for the model, or a row of its longest has no room for two.
+    A model on meta is built once more with weights where only its code tells an image's tokens.
     """
     images = facts.images
     if images is None:

@@ -206,11 +206,7 @@ GIVES = {
 
 
 def converted(model: nn.Module, problem: Problem) -> nn.Module:
-    """Convert in place the linear layers that a problem's techniques name, and return the model.
-
-    Raises:
-        MissingExtraError: torchao is not installed.
-    """
+    """Convert in place the linear layers that a problem's techniques name, and return the model."""
     planned, _ = make_float8_plan(model_facts(model), as_techniques(problem.requested), "cpu")
     if planned is None:
         return model
@@ -225,11 +221,7 @@ def converted(model: nn.Module, problem: Problem) -> nn.Module:
 
 
 def refuse_unseen(problem: Problem) -> None:
-    """Refuse tensorwise float8 in compiled blocks with experts: nobody sees where rounding moves tokens.
-
-    Raises:
-        UnsupportedError: the comparison could not tell tokens that rounding moved to other experts from a fault.
-    """
+    """Refuse tensorwise float8 in compiled blocks with experts: nobody sees where rounding moves tokens."""
     asked = problem.techniques
     if (
         asked.get("float8") == "tensorwise"

@@ -74,11 +74,7 @@ class Nature:
 
 
 def nature(problem: Problem) -> Nature:
-    """Feed one process the same rows twice, and compare the outputs.
-
-    Raises:
-        IntegrityError: the outputs differ in evaluation mode too; names the first module.
-    """
+    """Feed one process the same rows twice, and compare; raise IntegrityError if they differ in evaluation mode too."""
     one, other = _two_forwards(problem, dropout=True)
     drawn = _first_change(one, other)
     if drawn is None:

@@ -112,7 +112,15 @@ def verify(
             ``routes.refuse_unseen``).
     """
     begun = time.monotonic()
-    optimizer = _optimizer(techniques or {})
+    optimizer = (techniques or {}).get("optimizer", OptimizerPlan.kind)
+    kind_of(optimizer)  # refuses an unknown one
+    for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
+        if (value := (techniques or {}).get(key, plain)) != plain:
+            raise UnsupportedError(
+                f"techniques.{key} = {str(value).lower()}: verify compares steps in full precision, beside which such"
+                f" rounding would hide every fault. Judge the layout with techniques.{key} = {str(plain).lower()}:"
+                f" gradients do not depend on it."
+            )
     world = layout.world
     batches = batch_factory or default_batches(model_factory, world)
     own = pool is None
@@ -129,10 +137,15 @@ def verify(
             hints=hints,
         )
         refuse_unseen(problem)
-        if parallelize_fn is None:
-            problem = replace(problem, microbatches=_microbatches(problem, layout))
-        else:
+        if parallelize_fn is not None:
             problem = replace(problem, means=shares_of(layout).data_ranks)
+        elif (facts := model_facts(as_module(problem.source()))).balances_microbatches:
+            # losses depend on each row's microbatch on the layout
+            rows, ranks = len(problem.batch(0)["tokens"]), shares_of(layout).data_ranks
+            own, made = rows // ranks, plan(facts, layout, techniques=problem.requested)
+            size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
+            size = problem.microbatch_rows or size
+            problem = replace(problem, microbatches=tuple(row % own // size for row in range(rows)))
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [
             replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes
@@ -145,23 +158,6 @@ def verify(
         if own:
             pool.close()
     return Report(layout, tuple(comparisons), time.monotonic() - begun, coverage_of(problem))
-
-
-def _optimizer(techniques: dict[str, Any]) -> str:
-    """Return the optimizer's word.
-
-    Refuse an unknown one, and state in low bits, whose rounding would hide every fault.
-    """
-    word = techniques.get("optimizer", OptimizerPlan.kind)
-    kind_of(word)
-    for key, plain in (("optimizer_state", "full"), ("stochastic_rounding", False)):
-        if (value := techniques.get(key, plain)) != plain:
-            raise UnsupportedError(
-                f"techniques.{key} = {str(value).lower()}: verify compares steps in full precision, beside which such"
-                f" rounding would hide every fault. Judge the layout with techniques.{key} = {str(plain).lower()}:"
-                f" gradients do not depend on it."
-            )
-    return word
 
 
 def default_batches(model: Any, world: int) -> RandomBatches:
@@ -178,7 +174,9 @@ def default_batches(model: Any, world: int) -> RandomBatches:
     if facts.vocab_size is None:
         raise ConfigError(f"{facts.kind} says nowhere how many token ids it takes (vocab_size): give a batch_factory")
     takes = Signature.of(module).takes
-    wanted = tokens_wanted(module)
+    # beyond windows and chunks, except too large ones
+    beyond = (size + TOKENS // 2 for size in _reaches(module).values())
+    wanted = max([TOKENS, *(size for size in beyond if size <= LARGEST)])
     room = wanted if facts.max_seq_len is None else min(wanted, facts.max_seq_len - GAP - 3)
     plain = RandomBatches(
         facts.vocab_size, 2 * world, max(room, 1), tuple(key for key in ("positions", "document_ids") if takes[key])
@@ -227,19 +225,6 @@ def _compared(
         seen = explain(pool, problem, layout) if is_wrong and parallelize_fn is None else ""
         more_notes = filter(None, (rerouted_note, seen, means_note(problem)))
         yield Comparison(problem.rounds_to, tuple(compared), (*known.notes, *notes(found, one), *more_notes))
-
-
-def _microbatches(problem: Problem, layout: Layout) -> tuple[int, ...]:
-    """Return each row's microbatch on the layout; an empty tuple where no loss depends on it."""
-    facts = model_facts(as_module(problem.source()))
-    if not facts.balances_microbatches:
-        return ()
-    rows, ranks = len(problem.batch(0)["tokens"]), shares_of(layout).data_ranks
-    own = rows // ranks
-    made = plan(facts, layout, techniques=problem.requested)
-    size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
-    size = problem.microbatch_rows or size
-    return tuple(row % own // size for row in range(rows))
 
 
 def _answered(pool: WorkerPool, asked: Any, answer: Callable[[], Answer]) -> Answer:
@@ -337,11 +322,6 @@ REACHES = (
     "chunk_size",
 )
 """Config keys that hold the number of tokens beyond which a layer computes differently."""
-
-
-def tokens_wanted(model: nn.Module) -> int:
-    """Return a number of tokens per row that reaches beyond the model's windows and chunks, except too large ones."""
-    return max([TOKENS, *(size + TOKENS // 2 for size in _reaches(model).values() if size + TOKENS // 2 <= LARGEST)])
 
 
 def coverage_of(problem: Problem) -> str:

@@ -76,14 +76,9 @@ def keys_text(cls: type, instance: Any = None, *, wanted: str = "", width: int =
     """Return the help of all keys, or of those that ``wanted`` names: each with its type, its doc and its values.
 
     Args:
-        cls: a dataclass.
         instance: the config whose values are shown beside the defaults; ``cls()`` when None.
         wanted: a section (``layout``), a key (``layout.tp``), how some keys begin (``schedule.warm``), or a key's last
-            part (``lr``).
-        width: characters of a line.
-
-    Raises:
-        ConfigError: nothing is called so.
+            part (``lr``); ConfigError if nothing is called so.
     """
     given, usual = cls() if instance is None else instance, cls()
     tree = [
@@ -150,17 +145,7 @@ def parse_flags(cls: type[T], args: Sequence[str], *, default: T | None = None, 
     ``none`` are written in lower case; a list takes all its items after one flag (``--data.ignore prompt answer``) or
     one TOML array (``--data.ignore='["prompt", "answer"]'``); a list of tables takes one TOML value
     (``--optimizer.overrides='[{pattern = "norm"}]'``). Of a flag given twice the last value counts, but a list is
-    refused then, since the first one's items would be lost.
-
-    Args:
-        cls: a dataclass.
-        args: the arguments after the program's name.
-        default: the instance that the flags change; ``cls()`` when None.
-        prog: the program's name in errors.
-
-    Raises:
-        ConfigError: a word that is no flag, an unknown key, a value of the wrong type or no TOML where it looks like
-            it, or a list's flag given twice.
+    refused then, since the first one's items would be lost. ``prog`` is the program's name in errors.
     """
     start = cls() if default is None else default
     given, rest = _read_flags(cls, args, of_verb=False)
@@ -183,10 +168,7 @@ def take_flags(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
 
     A field ``per_node`` is the flag ``--per-node``. A ``bool`` is a switch, ``--json``, which may have a value where
     the type has others; a tuple takes one item for each time that its flag is given. All else is as ``parse_flags`` has
-    it.
-
-    Raises:
-        ConfigError: a value is missing, given twice, of the wrong type or out of the range of its field.
+    it, but that nothing may be given twice.
     """
     given, rest = _read_flags(cls, args, of_verb=True)
     for key, limit in limits(cls).items():

@@ -86,16 +86,8 @@ def shown(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def toml_key(name: str) -> str:
-    return name if name and set(name) <= _BARE else toml_value(name)
-
-
 def toml_value(value: Any) -> str:
-    """Format a value in TOML's spelling, on one line.
-
-    Raises:
-        TypeError: TOML has no spelling for the value (None among others).
-    """
+    """Format a value in TOML's spelling, on one line; raise TypeError where TOML has none (for None among others)."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -114,7 +106,9 @@ def toml_value(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(toml_value(item) for item in value) + "]"
         case Mapping():
-            return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+            keys = [key if key and set(key) <= _BARE else toml_value(key) for key in value]
+            pairs = zip(keys, map(toml_value, value.values()), strict=True)
+            return "{" + ", ".join(f"{key} = {item}" for key, item in pairs) + "}"
     raise TypeError(f"TOML has no spelling for {value!r}")
 
 
@@ -311,12 +305,7 @@ _TEXT_OR_COMMENT = re.compile(
 
 
 def load_toml(cls: type[T], path: str | Path) -> T:
-    """Read a TOML file into a dataclass; see ``from_dict`` for what is accepted.
-
-    Raises:
-        ConfigError: no such file, not UTF-8, not TOML, an unknown key, or a value of the wrong type; the message
-            gives file and line.
-    """
+    """Read a TOML file into a dataclass, as ``from_dict`` does; a ConfigError names file and line."""
     import tomllib
 
     try:
@@ -379,9 +368,6 @@ def to_toml(instance: Any) -> str:
 
     None has no spelling in TOML: its keys are left out, so a field that may be None must have None as its default.
     Values that nobody chose are left out too, so that they are still to be chosen when the text is read.
-
-    Raises:
-        ConfigError: a value that TOML cannot hold.
     """
     return "\n".join(_table(instance, "")).strip("\n") + "\n"
 

@@ -132,15 +132,7 @@ def public_keys(cls: type) -> list[str]:
 
 
 def field_doc(cls: type, name: str) -> str:
-    """Return a field's doc: the string literal below it in the source, on one line; "" when there is none.
-
-    Args:
-        cls: a dataclass.
-        name: a field of it, or a dotted key as ``public_keys`` spells it.
-
-    Raises:
-        KeyError: the dataclass has no such field.
-    """
+    """Return the text below a field, or a dotted key as ``public_keys`` has it, on one line; "" when there is none."""
     head, _, rest = name.partition(".")
     head = head.removesuffix("[]")
     annotation = field_types(cls)[head]

@@ -34,15 +34,16 @@ EQUAL = "equal to one process"
 
 
 def judged(ask: Ask | None) -> Iterator[Finding]:
-    """Yield a finding for each stage as its answer comes.
-
-    Args:
-        ask: None where there is no torch.
-    """
+    """Yield a finding for each stage as its answer comes; ``ask`` is None where there is no torch."""
     if ask is not None:
         yield from torch_findings(ask)
         yield from private_findings(ask(POINTS))
-    yield exchange_finding(ask)
+    answer = ask(EXCHANGE) if ask is not None else None
+    if answer is not None and "found" in answer:  # two processes exchanged data
+        text = f"2 processes: all_reduce, send and recv by {', '.join(answer['found']['messages'])}"
+        yield Finding(TRIALS, EXCHANGE, OK, f"{text} ({answer['seconds']:.1f} s)", figures=answer["found"])
+    else:
+        yield Finding(TRIALS, EXCHANGE, FAILURE, f"2 processes: {_words(answer, ask)}")
     for axis in AXES:
         yield verdict(axis, ask)
 
@@ -98,15 +99,6 @@ def private_findings(answer: Answer | None) -> Iterator[Finding]:
         package = point["path"].partition(".")[0]
         remedy = _reinstall(package) if package in TESTED else ""
         yield Finding(PRIVATE, point["path"], FAILURE, f"missing; needed by {point['needed_by']}", remedy)
-
-
-def exchange_finding(ask: Ask | None) -> Finding:
-    """Return whether two processes exchanged data."""
-    answer = ask(EXCHANGE) if ask is not None else None
-    if answer is not None and "found" in answer:
-        text = f"2 processes: all_reduce, send and recv by {', '.join(answer['found']['messages'])}"
-        return Finding(TRIALS, EXCHANGE, OK, f"{text} ({answer['seconds']:.1f} s)", figures=answer["found"])
-    return Finding(TRIALS, EXCHANGE, FAILURE, f"2 processes: {_words(answer, ask)}")
 
 
 def verdict(axis: str, ask: Ask | None) -> Finding:

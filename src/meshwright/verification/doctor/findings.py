@@ -149,12 +149,6 @@ def host_findings() -> Iterator[Finding]:
     else:
         text = f"{gibibytes(size)}: NCCL's ranks exchange through it, and want 1 GiB or more"
         yield Finding(HOST, name, WARNING, text, host.REPAIR, {"bytes": size})
-    yield from _limits()
-    yield from folder_findings()
-    yield from network_findings()
-
-
-def _limits() -> Iterator[Finding]:
     import resource
 
     for name, number, least, wanted, flag in (
@@ -170,6 +164,8 @@ def _limits() -> Iterator[Finding]:
         attainable = wanted if hard == "unlimited" else min(wanted, int(hard))
         remedy = f"ulimit -{flag} {attainable}" if is_few else ""
         yield Finding(HOST, name, WARNING if is_few else OK, text, remedy, figures)
+    yield from folder_findings()
+    yield from network_findings()
 
 
 def folder_findings() -> Iterator[Finding]:

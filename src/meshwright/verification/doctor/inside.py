@@ -25,11 +25,7 @@ Told = dict[str, Any]
 
 
 def main(limit_s: float) -> None:
-    """Write the findings of every stage to stdout.
-
-    Args:
-        limit_s: seconds until trials that have not ended are given up.
-    """
+    """Write the findings of every stage to stdout; give up trials that have not ended after ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -182,11 +178,7 @@ NOWHERE = "CUDA_VISIBLE_DEVICES"
 
 
 def exchange() -> dict[str, Any]:
-    """Let two processes exchange tensors, on the CPU and between two GPUs where there are.
-
-    Raises:
-        IntegrityError: a number that arrived is another than was sent.
-    """
+    """Let two processes exchange tensors, on the CPU and between two GPUs; raise IntegrityError for other numbers."""
     with _pool() as pool:
         from meshwright.distributed.setup import exchanged
 
@@ -194,11 +186,7 @@ def exchange() -> dict[str, Any]:
 
 
 def axis(name: str) -> dict[str, Any]:
-    """Compare two steps of a tiny decoder over an axis of two ranks with one process, in float64.
-
-    Raises:
-        IntegrityError: the first place where they differ.
-    """
+    """Compare two steps of a tiny decoder over an axis of two ranks with one process, in float64."""
     with _pool() as pool:
         from meshwright.models.decoder_config import DecoderConfig
         from meshwright.planning.layout import Layout
