@@ -1,8 +1,8 @@
-"""A run in hard weather: ranks killed, signals and a disk that fails, at random moments.
+"""A run in hard weather: ranks, writers and the launcher killed, signals and a disk that fails, at random moments.
 
 Continued each time, on 4, 2 or 1 ranks.
 
-    python benchmarks/chaos.py [events] [--seed 0] [--folder DIR]
+    python benchmarks/chaos.py [events] [--seed 0] [--folder DIR] [--synchronous]
 
 At the end every step's loss and samples must be those of a run that nothing happened to. On the way, after every
 event: what ``latest`` names is whole, it is no older than before, and the run goes on from it; after a signal no step
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from meshwright.checkpoint import writer
 from meshwright.checkpoint.copying import verify
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
@@ -50,7 +54,7 @@ FAULT = "MESHWRIGHT_CHAOS_FAULT"
 
 @dataclass(frozen=True)
 class Event:
-    """``kind``: kill, disk, or the name of a signal.
+    """``kind``: kill (a rank), writer or launcher (killed), disk, or the name of a signal.
 
     ``moment``: the phase that ``rank`` shall be in. ``change``: of the disk.
     """
@@ -99,8 +103,10 @@ class Weather:
     Every expectation that fails is an AssertionError that says which.
     """
 
-    def __init__(self, folder: Path, seed: int = 0, say: Callable[[str], None] = print):
-        self.folder, self.run, self.say = folder, folder / "run", say
+    def __init__(self, folder: Path, seed: int = 0, say: Callable[[str], None] = print, *, asynchronous: bool = True):
+        self.folder, self.run, self.say, self.asynchronous = folder, folder / "run", say, asynchronous
+        self.most_lost = SAVE_EVERY * (1 + asynchronous)
+        """Steps that may be taken again: of one interval, and while its save is under way."""
         self.fired = folder / "fired"
         """There as soon as the disk has failed."""
         self.step_at_fault: int | None = None
@@ -123,7 +129,7 @@ class Weather:
             "data.seq_len": 32, "batch.global_batch": BATCH, "optimizer.lr": RATE,
             "schedule.kind": "constant", "schedule.warmup_steps": 0,
             "techniques.precision.master": "float64", "validation.every": 7, "validation.samples": 16,
-            "checkpoint.every": SAVE_EVERY,
+            "checkpoint.every": SAVE_EVERY, "checkpoint.asynchronous": str(self.asynchronous).lower(),
             "logging.tensorboard": "off", "sample.tokens": 0, "process.count": ranks, "process.max_restarts": restarts,
         }  # fmt: skip
         words = ["train", *(f"--{key}={value}" for key, value in flags.items())]
@@ -175,12 +181,16 @@ class Weather:
         pending = list(events)
         while pending:
             together = [pending.pop(0)]
-            while together[-1].kind == "kill" and pending and pending[0].kind != "disk" and len(together) < 4:
+            while (
+                together[-1].kind in ("kill", "writer") and pending and pending[0].kind != "disk" and len(together) < 4
+            ):
                 together.append(pending.pop(0))
             self.suffer(together)
 
     def suffer(self, events: Sequence[Event]) -> None:
-        """One command; all of its events but the last are kills, after which the launcher starts new ranks."""
+        """One command; of its events all but the last are kills of ranks, after which the launcher starts new ones, or
+        of writers, after which the run goes on.
+        """
         ranks = self.draw.choice((4, 4, 2, 1)) if events[-1].kind != "disk" else 2
         disk = events[-1] if events[-1].kind == "disk" else None
         self.fired.unlink(missing_ok=True)
@@ -190,7 +200,7 @@ class Weather:
             ranks, 1_000_000, self.run, restarts=max(len(events) - 1, 1 if ranks == 1 else 0), fault=fault
         )
         for number, event in enumerate(events):
-            self.figures.events[event.kind if event.kind in ("kill", "disk") else "signal"] += 1
+            self.figures.events["signal" if event.kind.startswith("SIG") else event.kind] += 1
             self.strike(process, event, event.rank % ranks, is_last=number == len(events) - 1)
         if process.poll() is None:  # one rank alone may have been given another life
             process.terminate()
@@ -200,17 +210,25 @@ class Weather:
         before, said = self.latest(), self.said().count("restart ")
         if event.kind != "disk":
             pid = self.wait_for(process, event.moment, rank)
+            family = psutil.Process(process.pid).children(recursive=True)
             if event.kind == "SIGINT" and event.rank % 2:  # a terminal's Ctrl-C reaches every process
                 os.killpg(process.pid, signal.SIGINT)
+            elif event.kind == "writer":
+                return self.goes_on_without(process, pid)
+            elif event.kind == "kill":
+                os.kill(pid, signal.SIGKILL)
             else:
-                os.kill(*((pid, signal.SIGKILL) if event.kind == "kill" else (process.pid, signal.Signals[event.kind])))
+                os.kill(process.pid, signal.SIGKILL if event.kind == "launcher" else signal.Signals[event.kind])
+            if event.kind == "launcher":
+                _, left = psutil.wait_procs(family, timeout=30)
+                assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE], "processes stay"
+                for place in (self.folder / "tmp").glob("meshwright-*"):
+                    shutil.rmtree(place)
         struck = time.time()
         restarted = False
         while process.poll() is None and not restarted:
             if event.kind == "disk" and self.is_unnoticed():
-                self.figures.events["disk, unnoticed"] += (
-                    1  # torch's mkdir of a folder that is there, or the removal of an old save
-                )
+                self.figures.events["disk, and went on"] += 1  # a save beside training, or the removal of an old one
                 event = Event("SIGTERM")
                 process.terminate()
                 process.wait(60)
@@ -224,15 +242,25 @@ class Weather:
             f"{event.kind:<8} {event.moment:<14} rank {rank}  step {taken}, saved"
             f" {latest}{', restarted' if restarted else ''}"
         )
-        assert taken - latest <= SAVE_EVERY, f"{event}: {taken - latest} steps to take again"
+        assert taken - latest <= self.most_lost, f"{event}: {taken - latest} steps to take again"
         if restarted:
             self.figures.recovery.append(self.goes_on(process, struck, latest))
         else:
             self.check_end(event, process.returncode, taken - latest)
 
+    def goes_on_without(self, process: subprocess.Popen, pid: int) -> None:
+        """Kill the process that writes for a rank, if there is one yet, and see the next saves get whole."""
+        for child in psutil.Process(pid).children():
+            child.kill()
+        before, begun = self.latest(), time.time()
+        while self.latest() < before + 2 * SAVE_EVERY:
+            assert process.poll() is None and time.time() - begun < 120, f"no save after {before}: {self.said()}"
+            time.sleep(0.05)
+        self.say(f"writer of a rank killed, saved {before}, later {self.latest()}")
+
     def is_unnoticed(self) -> bool:
-        """The disk failed, and the run went past two saves since: the first may have begun before, and a run that
-        notices ends at one.
+        """The disk failed, and the run went past two saves since: the first may have begun before, and a run that ends
+        by it, as one that waits for saves, ends at one.
         """
         if not self.fired.exists():
             return False
@@ -279,7 +307,9 @@ class Weather:
         said = self.said()
         lines = [line for line in said.splitlines() if "restart " not in line]
         assert "Traceback" not in said, said
-        if event.kind in ("kill", "disk"):
+        if event.kind == "launcher":
+            assert status == -signal.SIGKILL, (status, said)
+        elif event.kind in ("kill", "disk"):
             words = "was killed by SIGKILL" if event.kind == "kill" else "No space left on device"
             assert status == 1 and len(lines) == 1 and words in lines[0], (status, said)
             where = (
@@ -313,8 +343,6 @@ class Weather:
 
 
 def is_child(pid: int, command: int) -> bool:
-    import psutil
-
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and command in [parent.pid for parent in process.parents()]
@@ -323,12 +351,14 @@ def is_child(pid: int, command: int) -> bool:
 
 
 def drawn(count: int, draw: random.Random) -> list[Event]:
-    """Random events: half of them kills."""
+    """Random events: more than half of them kills."""
     events = []
     for _ in range(count):
-        kind = draw.choice(("kill", "kill", "kill", "SIGINT", "SIGTERM", "SIGUSR1", "disk"))
+        kind = draw.choice(
+            ("kill", "kill", "kill", "writer", "writer", "launcher", "SIGINT", "SIGTERM", "SIGUSR1", "disk")
+        )
         rank = draw.randrange(4)
-        moment = draw.choice(MOMENTS if kind == "kill" else MOMENTS[4:])
+        moment = draw.choice(MOMENTS if kind in ("kill", "launcher") else MOMENTS[4:])
         events.append(
             Event(kind, "-" if kind == "disk" else moment, rank, draw.randrange(1, 60 if rank % 2 == 0 else 12))
         )
@@ -356,8 +386,21 @@ def faulty_train(*arguments: Any) -> int:
         os.close(os.open(fired, os.O_CREAT | os.O_WRONLY))
         return full()
 
-    with failing_disk(int(change) if os.environ["RANK"] == rank else 0, fail):
+    change = int(change) if os.environ["RANK"] == rank else 0
+    if config.checkpoint.asynchronous:
+        code = f"import sys; sys.path[:] = {sys.path!r}; import chaos; chaos.faulty_writer({change}, {fired!r}, "
+        writer.command = lambda file: [sys.executable, "-c", f"{code}{file})"]
         return Trainer(config, started=started).run()
+    with failing_disk(change, fail):
+        return Trainer(config, started=started).run()
+
+
+def faulty_writer(change: int, fired: str, file: int) -> None:
+    """The process that writes for a rank, on a disk that fails once."""
+    from support.disk import failing_disk, full
+
+    with failing_disk(change, lambda: (Path(fired).touch(), full())[1]):
+        writer.main(file)
 
 
 def main() -> None:
@@ -365,9 +408,11 @@ def main() -> None:
     parser.add_argument("events", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--synchronous", action="store_true")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    weather = Weather(folder, given.seed, lambda text: print(text, flush=True))
+    say = lambda text: print(text, flush=True)  # noqa: E731
+    weather = Weather(folder, given.seed, say, asynchronous=not given.synchronous)
     weather.happen(drawn(given.events, weather.draw))
     print(weather.end().text())
 

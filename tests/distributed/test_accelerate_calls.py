@@ -8,7 +8,7 @@ import torch
 from support.from_pages import function_of, meet
 from support.tools import fresh_accelerate
 
-from meshwright import ConfigError, Layout
+from meshwright import ConfigError, Layout, save
 
 
 def calls(folder: str, layout: Layout) -> dict[str, Any]:
@@ -41,6 +41,10 @@ def calls(folder: str, layout: Layout) -> dict[str, Any]:
             accelerator.load_state(folder)
         except ConfigError as error:
             found["load_state"] = str(error)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle = save(model, f"{folder}/state", optimizer=optimizer, asynchronous=True)
+        accelerator.end_training()
+        found["saved"] = (handle.done, handle.problem)
         return found
 
 
@@ -57,7 +61,7 @@ def test_objects_are_gathered_once_and_its_own_steps_are_refused(spmd, tmp_path)
         seen: list[list[int]] = []
         for found in spmd(2, calls, str(tmp_path), layout):
             assert found["texts"] == [f"row {number}" for number in range(5)]
-            assert found["tensors"] == list(range(5)) and found["other"]
+            assert found["tensors"] == list(range(5)) and found["other"] and found["saved"] == (True, "")
             learnt = [label for part in found["labels"] for label in part if label >= 0]
             seen.append(learnt)
             assert {len(part) for part in found["labels"]} <= {1, 2}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.from_pages import function_of, furthest, meet
+from support.odd import written
 from support.tools import fresh_accelerate
 
 from meshwright import ConfigError, Layout, UnsupportedError
@@ -138,7 +140,9 @@ def few_rows(folder: str, layout: Layout, options: dict[str, Any], count: int) -
         return losses(trainer), norms, trainer.state.epoch
 
 
-def whole_run(folder: str, layout: Layout, options: dict[str, Any], given: dict[str, Any], resume: str | None) -> Any:
+def whole_run(
+    folder: str, layout: Layout, options: dict[str, Any], given: dict[str, Any], resume: str | bool | None
+) -> Any:
     """A job: a run of a model from a folder on meta, or resumed; (losses, norms, learning rates)."""
     with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
         meet()
@@ -179,6 +183,53 @@ def test_a_run_goes_on_in_another_layout_and_its_folders_are_transformers(spmd, 
     with torch.no_grad():
         logits = [model(**batch).logits for model in (last, resumed_last, middle)]
     assert (logits[0] - logits[1]).abs().max() <= 1e-5 < (logits[0] - logits[2]).abs().max()
+
+
+def saved_run(folder: str, layout: Layout, asynchronous: bool) -> dict[str, Any]:
+    """A job: a run that saves at every step; the bytes of what it kept, and how its saves were made."""
+    from transformers import TrainerCallback
+
+    from meshwright.integrations import trainer_private
+
+    class Reads(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            newest = trainer_private.last_whole(args.output_dir)
+            assert newest is not None and newest.endswith(f"checkpoint-{state.global_step}")
+
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+        trainer = made(folder, layout, options, {} if asynchronous else {"callbacks": [Reads()]})
+        asked, save = [], trainer_private.save
+        trainer_private.save = lambda *args, **given: (asked.append(given["asynchronous"]), save(*args, **given))[1]
+        try:
+            trainer.train()
+        finally:
+            trainer_private.save = save
+        kept = sorted(Path(folder).glob("checkpoint-*"))
+        found = {f"{path.name}/{key}": value for path in kept for key, value in written(path / "meshwright").items()}
+        whole = {f"{path.name}/model": (path / "model.safetensors").read_bytes() for path in kept}
+        return {"asked": asked, "state": found, "model": whole}
+
+
+@pytest.mark.parametrize("name", ["dp_shard", "tp"])
+def test_saves_beside_training_have_the_bytes_of_saves_that_are_waited_for(spmd, tmp_path, name):
+    """A callback that reads the folder in on_save makes them wait; so does the last one, which keeps the limit."""
+    layout = Layout(dp_shard=2) if name == "dp_shard" else Layout(dp_shard=1, tp=2)
+    beside, waited = (spmd(2, saved_run, str(tmp_path / str(way)), layout, way)[0] for way in (True, False))
+    assert beside["asked"] == [True, True, True, False] and waited["asked"] == [False] * 4
+    assert beside["model"] == waited["model"] and len(beside["model"]) == 3
+    assert beside["state"].keys() == waited["state"].keys()
+    assert [key for key, value in waited["state"].items() if not torch.equal(value, beside["state"][key])] == []
+
+
+def test_true_resumes_from_the_last_checkpoint_that_is_whole(spmd, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    first, _ = spmd(2, whole_run, str(tmp_path), Layout(dp_shard=2), options, {}, None)[0]
+    for step in (3, 4):
+        (tmp_path / f"checkpoint-{step}" / "meshwright" / "manifest.json").unlink()
+    again, _ = spmd(2, whole_run, str(tmp_path), Layout(dp_shard=2), options, {}, True)[0]
+    assert again[:2] == first[:2] and furthest(again, first) <= CLOSE and len(again) == 4
 
 
 def test_a_model_is_read_from_its_folder(spmd, tmp_path):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.odd import LAYOUTS, odd, train
+from support.odd import LAYOUTS, odd, train, written
 
-from meshwright.checkpoint.background import Saver
+from meshwright import load, save
+from meshwright.checkpoint import writer
+from meshwright.checkpoint.background import ENDINGS, Saver, Talk, start_writer
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import Manifest, locate
+from meshwright.checkpoint.saving import is_beside
 from meshwright.checkpoint.state import stored_state
+from meshwright.core.errors import ConfigError
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
 
@@ -27,18 +32,6 @@ def frozen_state(model, optimizer, rank: int) -> dict:
         for key, stored in stored_state(model, optimizer, rank).items()
         for piece in pieces(stored.values())
     }
-
-
-def written(folder: Path) -> dict:
-    """Key -> the whole tensor that a checkpoint holds, by its manifest."""
-    manifest, found = Manifest.read(folder), {}
-    for key, entry in manifest.tensors.items():
-        whole = found[key] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
-        for piece in entry.pieces:
-            content = (folder.parent / locate(folder.name, piece.pack)).read_bytes()[piece.begin : piece.end]
-            box = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.shape, strict=True))
-            whole[box] = torch.frombuffer(bytearray(content), dtype=whole.dtype).view(piece.shape)
-    return found
 
 
 def differing(wanted: dict, folder: Path) -> list[str]:
@@ -78,6 +71,32 @@ def test_with_little_host_memory_it_goes_in_portions(spmd, tmp_path):
     said = []
     for wrong, problem in spmd(2, beside_job, "fsdp2", str(tmp_path), {"host_memory": 4096}):
         assert wrong == [] and problem == "", said
+
+
+def little() -> int:
+    return 8192
+
+
+def least() -> int:
+    return 8
+
+
+def bounded_job(folder: str) -> tuple[list[str], list[str], str]:
+    said: list[str] = []
+    wrong, problem = beside_job("fsdp2", folder, {"left": little, "say": said.append})
+    try:
+        beside_job("fsdp2", f"{folder}/none", {"left": least, "say": said.append})
+    except ConfigError as error:
+        return wrong + [problem] * bool(problem), said, str(error)
+    return wrong, said, ""
+
+
+def test_a_host_that_cannot_hold_the_copy_is_said_and_takes_portions(spmd, tmp_path):
+    for wrong, said, refusal in spmd(2, bounded_job, str(tmp_path)):
+        assert wrong == [] and len(said) == 1 and "checkpoint.host_memory: one row of" in refusal
+        assert re.match(
+            r"this host has 8.*B left for a rank, whose half holds a part of the .* saves: each", said[0]
+        ), said
 
 
 # --- what goes wrong beside a run, and what the run does
@@ -142,3 +161,79 @@ def test_weights_that_change_under_a_save_cost_that_save(spmd, tmp_path):
     for _, problems, steps in spmd(2, trouble_job, str(tmp_path), "stray"):
         assert problems[0] == problems[2] == "" and steps in ([1, 3], [1, 2, 3])
         assert "was changed while a save was still copying it" in problems[1] or steps == [1, 2, 3]
+
+
+def test_signals_that_end_a_run_do_not_end_its_writer():
+    """They reach every process of a job, and some before this one has read its first line of code."""
+    line, process = start_writer()
+    assert process is not None
+    for number in ENDINGS:
+        process.send_signal(number)
+    writer.send(line, {"do": "stop", "number": 1})
+    assert writer.receive(line)[0] == {"number": 1}
+    line.close()
+    assert process.wait(60) == 0
+
+
+def given_up_job(folder: str) -> tuple[list[str], float, list[int]]:
+    model, run, said = odd("one"), CheckpointFolder(Path(folder)), []
+    saver = Saver(say=said.append)
+    saver.begin(model, run.of_step(1), in_run=True).wait(60)
+    assert saver._process is not None
+    os.kill(saver._process.pid, signal.SIGSTOP)  # a store that does not answer
+    saver.begin(model, run.of_step(2), in_run=True)
+    begun = time.perf_counter()
+    saver.close(0.5)
+    return said, time.perf_counter() - begun, run.steps()
+
+
+def test_a_save_that_does_not_end_in_its_time_is_given_up_in_a_sentence(spmd, tmp_path):
+    ((said, seconds, steps),) = spmd(1, given_up_job, str(tmp_path))
+    assert len(said) == 1 and "step-00000002 was given up: its save had 0.5 s to end" in said[0] and steps == [1]
+    assert seconds < 30
+
+
+def same_place_job(folder: str) -> list[str]:
+    """A save, another of the same folder at once, and a load at once: names of what is not as at the second save."""
+    model = odd("fsdp2")
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    train(model, optimizer, range(2))
+    save(model, folder, optimizer=optimizer, asynchronous=True)
+    train(model, optimizer, range(2, 3))
+    wanted = frozen_state(model, optimizer, dist.get_rank())
+    save(model, folder, optimizer=optimizer, asynchronous=True)
+    train(model, optimizer, range(3, 5))
+    load(model, folder, optimizer=optimizer)
+    return [
+        key
+        for (key, _), now in frozen_state(model, optimizer, dist.get_rank()).items()
+        if not any(torch.equal(now, then) for (name, _), then in wanted.items() if name == key)
+    ]
+
+
+def test_a_save_and_a_load_wait_for_the_save_before(spmd, tmp_path):
+    assert spmd(2, same_place_job, str(tmp_path / "state")) == [[], []]
+
+
+def test_a_place_that_no_other_process_can_write_is_said():
+    said: list[str] = []
+    assert not is_beside("memory://bucket/run", said.append) and "saves to it are synchronous" in said[0]
+    assert is_beside("s3://bucket/run", said.append) and len(said) == 1
+
+
+def test_the_first_rank_stays_until_the_others_have_read_how_it_went():
+    """Its process may hold the store, and end with the script."""
+    store, read = dist.HashStore(), []
+    first, other = (Talk(store, rank, 2, "name", {}, {}, None) for rank in (0, 1))
+
+    def late() -> None:
+        time.sleep(0.5)
+        read.append(other.agreed({"entries": []}, dict))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    assert first.agreed({"entries": []}, lambda theirs: {"bytes": len(theirs)}) == {"bytes": 2}
+    first.linger()
+    assert store.add("read", 0) == 1
+    thread.join()
+    assert read == [{"bytes": 2}]

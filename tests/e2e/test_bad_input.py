@@ -141,6 +141,7 @@ SUMS = "techniques.precision.reduce"
             {"optimizer.overrides": "[{pattern='xyzzy'}]"},
             ["optimizer.overrides", "'xyzzy' matches no trainable parameter"],
         ),
+        (CONFIG, {"checkpoint.host_memory": 1e6}, ["checkpoint.host_memory = 1e+06", "of this host: set at most"]),
         (CONFIG, {"sample.prompt": ""}, ["sample.prompt = ''"]),
         (CONFIG, {"data.tokenizer": "gpt2"}, ["data.tokenizer = 'gpt2'", "Nothing is downloaded"]),
         (CONFIG, {"data.source": ["nowhere"]}, ["data.source: 'nowhere' does not exist"]),

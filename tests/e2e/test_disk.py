@@ -4,6 +4,7 @@ checkpoint is whole.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from e2e_runs import Job, losses, nested
 from support.disk import broken, failing_disk, full
+from support.thread_writer import on_a_thread
 
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
@@ -37,7 +39,8 @@ class Sweep:
         self.run = build_run(config, StartupTimeline(), Progress(), StopRequest())
         folder = agree.together(lambda: RunFolder.open(config, self.run.identity), here=is_rank_zero())
         self.at = Position()
-        self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, lambda text: None)
+        self.said: list[str] = []
+        self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, self.said.append)
         self.whole: tuple[int, dict] = (0, {})
 
     def step(self) -> None:
@@ -50,11 +53,17 @@ class Sweep:
         return {name: tensor.clone() for name, tensor in local.items()}
 
     def save(self) -> str:
-        """What the save is refused with on this rank, "" where it is not."""
+        """What the save is refused with on this rank, "" where it is not; one beside training is waited for."""
+        self.said.clear()
         try:
             self.keeper.save()
+            if self.keeper.pending is not None:
+                self.keeper.pending[0].over.wait()
+                self.keeper.look()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        if failed := [line for line in self.said if "Training goes on" in line]:
+            return f"IntegrityError: {failed[0]}"
         self.whole = (self.at.step, self.weights())
         return ""
 
@@ -86,7 +95,11 @@ def equal(one: dict, other: dict) -> bool:
 
 def sweep_job(changes: dict, rank: int, fault: str, manifest_first: bool = False) -> list[tuple[str, str, str]]:
     """For every n until a save passes: (kind of the n-th change on ``rank``, what was said, what is wrong)."""
-    sweep = Sweep(changes)
+    with on_a_thread() if changes["checkpoint.asynchronous"] else nullcontext():
+        return swept(Sweep(changes), rank, {"full": full, "broken": broken}[fault], manifest_first)
+
+
+def swept(sweep: Sweep, rank: int, error, manifest_first: bool) -> list[tuple[str, str, str]]:
     sweep.step()
     assert sweep.save() == ""
 
@@ -116,7 +129,7 @@ def sweep_job(changes: dict, rank: int, fault: str, manifest_first: bool = False
     found = []
     for fail_at in range(1, MOST):
         save = careless if manifest_first else sweep.save
-        wrong, said, seen = sweep.faults(save, rank, fail_at, {"full": full, "broken": broken}[fault])
+        wrong, said, seen = sweep.faults(save, rank, fail_at, error)
         if agree.largest(len(seen) if dist.get_rank() == rank else 0) < fail_at:
             return found if not wrong and not said else [*found, ("untouched", said, wrong or said)]
         kind = next(k for k in agree.everybody_says(seen[fail_at - 1] if dist.get_rank() == rank else "") if k)
@@ -127,12 +140,13 @@ def sweep_job(changes: dict, rank: int, fault: str, manifest_first: bool = False
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waited-for", "beside"])
 @pytest.mark.parametrize(
     ("rank", "fault", "words"), [(0, "full", "No space left on device"), (1, "broken", "Input/output error")]
 )
-def test_a_disk_that_fails_at_any_change_of_a_save_costs_that_save_only(spmd, small, rank, fault, words):
-    changes = small({"checkpoint.keep_last": 1})
-    one, other = spmd(2, sweep_job, changes, rank, fault)
+def test_a_disk_that_fails_at_any_change_of_a_save_costs_that_save_only(spmd, small, rank, fault, words, asynchronous):
+    changes = small({"checkpoint.keep_last": 1, "checkpoint.asynchronous": asynchronous})
+    one, other = spmd(2, sweep_job, changes, rank, fault, timeout=600)
     assert one == other and [wrong for _, _, wrong in one if wrong] == [], one
     kinds = [kind for kind, said, _ in one if said]
     assert {"write", "fsync"} <= set(kinds) and len(kinds) >= (10 if rank == 0 else 2), one
@@ -144,7 +158,7 @@ def test_a_disk_that_fails_at_any_change_of_a_save_costs_that_save_only(spmd, sm
 
 @pytest.mark.kills("disk", mutant="manifest first")
 def test_a_save_that_writes_the_manifest_first_is_caught(spmd, small):
-    found = spmd(2, sweep_job, small(), 0, "full", True)[0]
+    found = spmd(2, sweep_job, small({"checkpoint.asynchronous": False}), 0, "full", True)[0]
     assert "the newest was never saved" in found[-1][2] or "does not load" in found[-1][2], found
 
 

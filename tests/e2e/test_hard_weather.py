@@ -120,7 +120,7 @@ def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(env
     words = flags(ENDLESS | {"out": "runs", "checkpoint.every": 3})
     process = start([sys.executable, *ELASTIC, "-m", "meshwright", "train", *words], environment, tmp_path)
     try:
-        run = wait_until(lambda: len(metrics(only_run(tmp_path / "runs"))) > 4 and only_run(tmp_path / "runs"), process)
+        run = wait_until(lambda: len(metrics(only_run(tmp_path / "runs"))) > 7 and only_run(tmp_path / "runs"), process)
         record = wait_until(lambda: read_record(file_of(run / "heartbeats", 1)), process)
         os.kill(record.pid, signal.SIGKILL)
         begun = time.time()

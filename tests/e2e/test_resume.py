@@ -11,6 +11,7 @@ from e2e_runs import Job, assert_equal_checkpoints, losses, metrics, nested, row
 
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.training.run import checkpointing
 from meshwright.training.trainer import Trainer
 
 pytestmark = pytest.mark.all
@@ -158,6 +159,23 @@ def test_another_run_is_not_continued_by_name_and_nothing_is_touched(spmd, small
     # the other four are the same
     assert ", " not in said["seed was 0 and is now 1"].split("another run: ")[1].split(". ")[0]
     assert tree(tmp_path) == before
+
+
+class Crowded(Job):
+    """A run on a host that has no memory left for a copy, and what it says of its saves."""
+
+    def __call__(self):
+        left, checkpointing.memory_left = checkpointing.memory_left, lambda ranks: 8
+        try:
+            return super().__call__()
+        finally:
+            checkpointing.memory_left = left
+
+
+def test_where_the_host_has_no_room_for_a_copy_saves_are_waited_for(train, small):
+    result = train(2, job=Crowded(small({"steps": 3, "checkpoint.every": 1, "checkpoint.keep_last": 0})))[0]
+    saved = [line for line in result.out.splitlines() if line.startswith("saved ")]
+    assert result.status == 0 and len(saved) == 3 and result.out.count("Saves are synchronous from here on") == 1
 
 
 def test_what_was_never_finished_is_said_and_not_read(train, complete):

@@ -60,7 +60,7 @@ def failing_disk(fail_at: int, error: Callable[[], BaseException], kinds: str = 
 
         return call
 
-    places = [(os, name) for name in ("write", "fsync", "rename", "replace", "mkdir")] + [
+    places = [(os, name) for name in ("write", "fsync", "rename", "replace", "mkdir", "unlink")] + [
         (pathlib.Path, "open"),
         (builtins, "open"),
     ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import Layout, ParallelModel, parallelize
+from meshwright.checkpoint.manifest import Manifest, locate
 
 VOCAB, SEQ, ROWS = 257, 6, 8
 LAYOUTS = {
@@ -122,3 +125,15 @@ def train(model: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) 
         losses.append(float(model.forward_backward(own_rows(model, step))))
         model.optimizer_step(optimizer, max_norm=1.0)
     return losses
+
+
+def written(folder: Path) -> dict:
+    """Key -> the whole tensor that a checkpoint holds, by its manifest."""
+    manifest, found = Manifest.read(folder), {}
+    for key, entry in manifest.tensors.items():
+        whole = found[key] = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype))
+        for piece in entry.pieces:
+            content = (folder.parent / locate(folder.name, piece.pack)).read_bytes()[piece.begin : piece.end]
+            box = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.shape, strict=True))
+            whole[box] = torch.frombuffer(bytearray(content), dtype=whole.dtype).view(piece.shape)
+    return found

@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -23,18 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from meshwright.core.dtypes import bytes_text, duration_text
-from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
+from meshwright.core.errors import IntegrityError
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import ranks_per_node
 from meshwright.distributed.torch_private import default_store
 
 from . import writer
 from .manifest import NAME, pack_name
-from .saving import OWN_MEMORY, Handle, make_room, manifest_fields, write
+from .saving import Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
 from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
 from .state import dtype_word, merged_groups, stored_state
 from .store import Location, place_of
@@ -42,10 +46,12 @@ from .store import Location, place_of
 log = logging.getLogger("meshwright")
 
 WhenBusy = Literal["wait", "skip", "replace"]
+LINGER_SEC = 5.0
 LOOK_SEC = 0.02
 """Time between two looks at the store, at first; it grows tenfold."""
 GRACE_SEC = 60.0
-"""Time that a process which ends gives its last save."""
+"""Time that a process which an error ends gives its last save; one that ends well waits for it."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NICE = 5
 """How much the copying thread gives way to training."""
 
@@ -67,10 +73,20 @@ class Saver:
         when_busy: what becomes of a save that is due while another is under way: it waits, is skipped, or takes the
             other's place.
         say: tells people.
+        left: returns the bytes that this rank can still take of the host's memory.
+        tells: whether the first rank says that a save failed, where nobody may ask its handle.
     """
 
-    def __init__(self, host_memory: int = 0, when_busy: WhenBusy = "wait", say: Callable[[str], None] = log.warning):
-        self.host_memory, self.say = host_memory, say
+    def __init__(
+        self,
+        host_memory: int = 0,
+        when_busy: WhenBusy = "wait",
+        say: Callable[[str], None] = log.warning,
+        left: Callable[[], int] = lambda: psutil.virtual_memory().available // (ranks_per_node() or 1),
+        tells: bool = False,
+    ):
+        self.tells = tells
+        self.host_memory, self.say, self.left = host_memory, say, left
         self.when_busy: WhenBusy = when_busy
         self.current: Handle | None = None
         self._shares: _Shares | None = None
@@ -78,7 +94,7 @@ class Saver:
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._base = 0, {}
-        self._sending = threading.Lock()
+        self._sending, self._thread = threading.Lock(), None
         atexit.register(self.close)
 
     # --- on the training thread
@@ -94,7 +110,6 @@ class Saver:
         only_trained: bool = False,
         in_run: bool = False,
         then: Callable[[], object] | None = None,
-        when_busy: WhenBusy | None = None,
     ) -> Handle:
         """Take the state of now, and return while it is copied and written. Collective.
 
@@ -103,7 +118,7 @@ class Saver:
             then: what the first rank does once the checkpoint is whole, such as to remove old ones.
 
         Raises:
-            ConfigError: as ``save`` does; a row of a tensor has more bytes than ``host_memory``.
+            ConfigError: as ``save`` does; a row of a tensor has more bytes than the host's memory lets a rank take.
         """
         store, folder = place_of(location)
         handle = Handle(store.where(folder))
@@ -113,25 +128,26 @@ class Saver:
         frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
         boxes = boxes_of(state)
         form = zlib.crc32(repr([rank, world, *((box.key, box.offset, box.shape, box.dtype) for box in boxes)]).encode())
-        problem, is_first = "", False
-        if rank == 0:
-            try:
-                make_room(store, folder, extra, alone=not in_run)
-                is_first = f"{folder}/{NAME}" not in store.files(folder)
-            except (MeshwrightError, OSError) as error:
-                problem = str(error)
         is_new = self._shares is None or self._shares.form != form
         is_busy = self.current is not None and not self.current.done
-        words: list[Any] = agree.everybody_says((is_new, is_busy, problem, secrets.token_hex(4)))
-        if words[0][2]:
-            raise ConfigError(words[0][2])
-        if any(busy for _, busy, *_ in words) and not self._make_way(when_busy or self.when_busy, handle):
+        words: list[Any] = agree.everybody_says((is_new, is_busy, secrets.token_hex(4)))
+        if any(busy for _, busy, _ in words) and not self._make_way(handle):
+            return handle
+
+        def prepare() -> bool:
+            make_room(store, folder, extra, alone=not in_run)
+            return f"{folder}/{NAME}" not in store.files(folder)
+
+        try:  # the files of the save before, which may be of this very folder, are all there now
+            is_first = together(prepare, here=rank == 0, what=f"cannot prepare {handle.path}")
+        except IntegrityError as error:
+            handle.end(str(error))
             return handle
         if any(new for new, *_ in words):
             parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
             self._shares = _Shares(form, parts)
         assert self._shares is not None
-        name, parts = words[0][3], self._shares.parts
+        name, parts = words[0][2], self._shares.parts
         if self._memory is None or self._memory.size < room_for(parts):
             self._memory = None
             self._memory = SharedMemory(room_for(parts), model.device)
@@ -144,29 +160,36 @@ class Saver:
         snapshot = Snapshot(state, parts, self._memory, model.device)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store()) if world > 1 else None
         self.current = handle
+        under_way.add(handle)
         place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
-        talk = _Talk(shared, rank, world, name, record, place, then)
-        threading.Thread(
+        talk = Talk(shared, rank, world, name, record, place, then)
+        self._thread = threading.Thread(
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
-        ).start()
+        )
+        self._thread.start()
         handle.waited = time.perf_counter() - handle.begun
         return handle
 
     def _dealt_out(self, boxes: list[Box], rank: int) -> list[list[Box]]:
         mine = owners(agree.everybody_says(boxes))[rank]
-        parts = portions((box for number, box in enumerate(boxes) if number in mine), self.host_memory)
+        most = self.host_memory
+        left = self.left() + (self._memory.size if self._memory is not None else 0)
+        parts = portions(own := [box for number, box in enumerate(boxes) if number in mine], most)
+        what = f"checkpoint.host_memory = {bytes_text(most)}"
+        if room_for(parts) > left:
+            what, most = f"this host has {bytes_text(left)} left for a rank, whose half", left // 2
+            parts = portions(own, most)
         if len(parts) > 1:
             whole, later = bytes_in(parts), bytes_in(parts[:-1])
             self.say(
-                f"checkpoint.host_memory = {bytes_text(self.host_memory)} holds a part of the {bytes_text(whole)} that"
-                f" rank {rank} saves: each save goes in {len(parts)} portions, and the optimizer step after it waits"
-                f" until {bytes_text(later)} are written"
+                f"{what} holds a part of the {bytes_text(whole)} that rank {rank} saves: each save goes in {len(parts)}"
+                f" portions, and the optimizer step after it waits until {bytes_text(later)} are written"
             )
         return parts
 
-    def _make_way(self, when_busy: WhenBusy, handle: Handle) -> bool:
+    def _make_way(self, handle: Handle) -> bool:
         """Return whether the save may begin, after the one that is under way."""
-        earlier = self.current
+        earlier, when_busy = self.current, self.when_busy
         if when_busy == "skip":
             handle.skipped = True
             handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
@@ -184,35 +207,40 @@ class Saver:
 
     # --- on a thread of the save's own
 
-    def _conduct(self, handle: Handle, snapshot: Snapshot, talk: _Talk) -> None:
+    def _conduct(self, handle: Handle, snapshot: Snapshot, talk: Talk) -> None:
         """Copy, write, and agree; whatever happens, the handle ends."""
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         place = talk.place
         try:
-            entries: list[Any] = []
+            entries, packs = [], list[str]()
             try:
                 for number, part in enumerate(snapshot.parts):
                     snapshot.copy(number)
                     if handle.is_cancelled:
                         raise IntegrityError("a later save took its place")
                     rows = [[b.key, b.offset, b.shape, b.dtype, b.begin, b.end] for b in part]
-                    pack = pack_name(talk.name, talk.rank + number * talk.world)
-                    entries += self._ask(handle, {"do": "write", "place": place, "pack": pack, "boxes": rows})[
-                        "entries"
-                    ]
+                    packs.append(pack := pack_name(talk.name, talk.rank + number * talk.world))
+                    request = {"do": "write", "place": place, "pack": pack, "boxes": rows}
+                    entries += self._ask(handle, request)["entries"]
                 mine = {**talk.own_record(snapshot), "entries": entries}
             except Exception as error:  # noqa: BLE001  (said on all ranks)
-                mine = {"problem": f"cannot write {handle.path} on rank {talk.rank}: {error}"}
+                mine = failed(f"cannot write {handle.path} on rank {talk.rank}: {error}")
             finally:
                 snapshot.end()
             verdict = talk.agreed(mine, lambda theirs: self._commit(handle, talk, theirs))
             handle.bytes = verdict.get("bytes", 0)
+            if verdict.get("nothing committed"):
+                with suppress(Exception):  # the next save of this folder removes what stays
+                    self._ask(handle, {"do": "clear", "place": place, "packs": packs})
             handle.end(verdict.get("problem", ""))
+            if handle.problem and self.tells and talk.rank == 0:
+                self.say(f"{handle.problem}. The last whole checkpoint is untouched.")
+            talk.linger()
         except BaseException as error:  # noqa: BLE001  (a thread has nobody else to tell)
             handle.end(f"cannot finish {handle.path}: {type(error).__name__}: {error}")
 
-    def _commit(self, handle: Handle, talk: _Talk, theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _commit(self, handle: Handle, talk: Talk, theirs: list[dict[str, Any]]) -> dict[str, Any]:
         fields = theirs[0]["fields"]
         if theirs[0]["differs"]:
             fields["groups"] = merged_groups([said["fields"]["groups"] for said in theirs])
@@ -244,7 +272,7 @@ class Saver:
                 self._hang_up()
                 status = self._process.wait() if self._process is not None else None
                 if is_last or handle.is_cancelled:
-                    raise IntegrityError(f"the process that writes died twice (status {status})") from error
+                    raise IntegrityError(f"the process that writes died twice (status {status}; {error})") from error
                 self.say(f"the process that writes {handle.path} died (status {status}): another one tries again")
         if answer.get("problem"):
             raise IntegrityError(answer["problem"])
@@ -266,15 +294,23 @@ class Saver:
             self._line.close()
         self._line = None
 
-    def close(self, grace: float = GRACE_SEC) -> None:
-        """Let the save under way end within ``grace`` seconds, or give it up and say so; then the writer ends."""
+    def close(self, grace: float | None = None) -> None:
+        """Let the save under way end within ``grace`` seconds, or give it up and say so; then the writer ends.
+
+        Args:
+            grace: None: as many as it needs, but of a process that an error ends ``GRACE_SEC``.
+        """
         atexit.unregister(self.close)
+        if grace is None and getattr(sys, "last_value", None) is not None:
+            grace = GRACE_SEC
         if self.current is not None and not self.current.over.wait(grace):
             self.say(
-                f"{self.current.path} was given up: its save did not end within {grace:g} s. The last whole checkpoint"
-                f" is untouched."
+                f"{self.current.path} was given up: its save had {grace:g} s to end. The last whole checkpoint is"
+                f" untouched."
             )
             self.current.is_cancelled = True
+        if grace is None and self._thread is not None:
+            self._thread.join()
         self._hang_up()
         if self._process is not None:
             self._process.kill()
@@ -283,15 +319,28 @@ class Saver:
 
 
 def start_writer() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Spawn a process that writes for this one; return the line to it."""
+    """Spawn a process that writes for this one; return the line to it.
+
+    Signals that end a run go to all its processes, and this one has to write to the end: it starts with them blocked.
+    """
     line, other = socket.socketpair()
-    with other:
-        process = subprocess.Popen(writer.command(other.fileno()), pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        with other:
+            file = other.fileno()
+            process = subprocess.Popen(writer.command(file), pass_fds=[file], stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return line, process
 
 
+def failed(problem: str) -> dict[str, Any]:
+    """Return the outcome of a save that no rank began to commit, so that its files can go."""
+    return {"problem": problem, "nothing committed": True}
+
+
 @dataclass(frozen=True)
-class _Talk:
+class Talk:
     """What the ranks say to each other about one save, under its name in their store."""
 
     store: dist.Store | None
@@ -315,14 +364,24 @@ class _Talk:
             return mine if "problem" in mine else commit([mine])
         if self.rank:
             self.store.set(f"rank{self.rank}", json.dumps(mine))
-            return json.loads(self._read("outcome"))
+            outcome = json.loads(self._read("outcome"))
+            self.store.add("read", 1)
+            return outcome
         theirs = [mine, *(json.loads(self._read(f"rank{rank}")) for rank in range(1, self.world))]
         problem = next((said["problem"] for said in theirs if "problem" in said), "")
-        outcome = {"problem": problem} if problem else commit(theirs)
+        outcome = failed(problem) if problem else commit(theirs)
         self.store.set("outcome", json.dumps(outcome))
         for rank in range(1, self.world):
             self.store.delete_key(f"rank{rank}")
         return outcome
+
+    def linger(self) -> None:
+        """Keep the store, which may lie in the first rank's process, until all ranks have read the outcome."""
+        end = time.monotonic() + LINGER_SEC
+        while self.store is not None and not self.rank and time.monotonic() < end:
+            if self.store.add("read", 0) == self.world - 1:
+                break
+            time.sleep(LOOK_SEC)
 
     def _read(self, key: str) -> bytes:
         assert self.store is not None
@@ -344,6 +403,7 @@ def save(
     extra: dict[str, Any] | None = None,
     only_trained: bool = False,
     asynchronous: bool = False,
+    then: Callable[[], object] | None = None,
 ) -> Handle:
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
@@ -355,7 +415,10 @@ def save(
         path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
         extra: JSON values that ``load`` returns (rank 0's).
         only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
-        asynchronous: return at once, and copy and write the state of now while training goes on; one save at a time.
+        asynchronous: return at once, and copy and write the state of now while training goes on. A later save or load
+            waits for it, and so does the end of the process.
+        then: what rank 0 does once the checkpoint is whole, before the save is over: no collective, and nothing to
+            weights. An error in it is the save's.
 
     Returns:
         The save: ``.done``, ``.problem`` and ``.wait()``.
@@ -364,11 +427,14 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    if asynchronous and not str(path).startswith(OWN_MEMORY):
+    if asynchronous and is_beside(path, log.warning):
         if not _saver:
-            _saver.append(Saver())
-        return _saver[0].begin(parallel_model, path, optimizer, extra, only_trained=only_trained)
+            _saver.append(Saver(tells=True))
+        return _saver[0].begin(parallel_model, path, optimizer, extra, only_trained=only_trained, then=then)
+    finish_saves()
     handle = Handle(path)
     handle.bytes = write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
+    if then is not None:
+        agree.decided_once(then)
     handle.end()
     return handle

@@ -29,6 +29,7 @@ from meshwright.planning.values import NF4_STORED
 from .folder import PARTIAL
 from .manifest import Manifest, TensorEntry, describe_file, lacking, locate, with_pieces
 from .pieces import PieceEntry, hash_of
+from .saving import finish_saves
 from .state import (
     empty_optimizer_tensors,
     group_records,
@@ -138,6 +139,7 @@ def load(
         ConfigError: the checkpoint is whole, but of another model or optimizer: names, shapes, dtypes or groups
             differ. Then nothing is changed.
     """
+    finish_saves()
     manifest = open_manifest(path)
     verify_files(path, manifest)
     facts, plan = parallel_model.facts, parallel_model.plan

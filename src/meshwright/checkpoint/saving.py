@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -147,6 +148,23 @@ class Handle:
         self.over.set()
 
 
+under_way: weakref.WeakSet[Handle] = weakref.WeakSet()
+"""Saves that this process has begun to write beside training."""
+
+
+def finish_saves(seconds: float | None = None) -> None:
+    """Return when no save of this process is under way, whatever became of it, or after some seconds."""
+    for handle in list(under_way):
+        handle.over.wait(seconds)
+
+
+def is_beside(location: Location, say: Callable[[str], object]) -> bool:
+    """Return whether another process can write a location; say so where none can."""
+    if is_own := str(location).startswith(OWN_MEMORY):
+        say(f"{location} lies in the memory of this process, where no other can write: saves to it are synchronous")
+    return not is_own
+
+
 Result = TypeVar("Result")
 
 
@@ -204,10 +222,10 @@ def write(
     frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
     boxes = boxes_of(state)
     mine = owners(agree.everybody_says(boxes))[rank]
-    token, there, is_new = agree.from_rank_zero(_together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
+    token, there, is_new = agree.from_rank_zero(together(prepare, here=rank == 0, what=f"cannot prepare {where}"))
     own_pack = pack_name(token, rank)
     try:
-        own = _together(write_own, what=f"cannot write {where}")
+        own = together(write_own, what=f"cannot write {where}")
     except MeshwrightError:  # on every rank, once none writes any more
         with suppress(OSError):
             store.remove([f"{folder}/{own_pack}"])
@@ -224,7 +242,7 @@ def write(
     kinds |= {key: kind for theirs in agree.everybody_says(own_kinds) for key, kind in theirs.items()}
     rows = {key: TensorEntry(*kind, tuple(placed.get(key, ()))) for key, kind in kinds.items()}
     manifest = Manifest(rows, {}, **fields)
-    return agree.from_rank_zero(_together(finish, here=rank == 0, what=f"cannot finish {where}"))
+    return agree.from_rank_zero(together(finish, here=rank == 0, what=f"cannot finish {where}"))
 
 
 def manifest_fields(
@@ -272,7 +290,7 @@ def make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone:
     store.remove(unreferenced(store, [folder], [folder] if alone else step_folders(store)))
 
 
-def _together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
+def together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:
     """Act on every rank (or where ``here``), and fail on every rank when one fails."""
 
     def worded() -> Result:

@@ -9,7 +9,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -125,13 +124,13 @@ class Writer:
         if there := place_of(in_run)[1] if in_run is not None else folder:
             with suppress(IntegrityError):  # of a damaged one nothing is referred to
                 known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
-        try:
-            entries = write_pieces(store, folder, pack, wanted, known)
-        except BaseException:
-            with suppress(OSError):
-                store.remove([f"{folder}/{pack}"])
-            raise
+        entries = write_pieces(store, folder, pack, wanted, known)
         return {"entries": [list(vars(entry).values()) for entry in entries]}
+
+    def on_clear(self, files: list[int], place: dict[str, Any], packs: list[str]) -> None:
+        """Remove what was written of a save that failed, once no rank writes any more: their folder goes with it."""
+        store, folder = place_of(place["location"])
+        store.remove(f"{folder}/{pack}" for pack in packs)
 
     def on_commit(
         self,
@@ -142,6 +141,7 @@ class Writer:
         rest: dict[str, Any],
     ) -> dict[str, Any]:
         """Write the manifest of what all ranks wrote; return the checkpoint's size in bytes."""
+        self.look()
         store, folder = place_of(place["location"])
         by_key: dict[str, list[PieceEntry]] = {key: [] for key in tensors}
         for key, offset, shape, *where in entries:
@@ -158,8 +158,6 @@ class Writer:
 
 def main(file: int) -> None:
     """Serve the rank at the other end of a socket; only its end, or its death, ends this process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(NICE)
     Writer(socket.socket(fileno=file)).serve()

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.checkpoint.saving import finish_saves
 from meshwright.core.devices import CPU, DEFAULT_BACKEND
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.losses import IGNORED, Loss
@@ -180,8 +181,14 @@ def _even_tails(kind: type, rows: RowsOfRank) -> type:
 
 
 def _refuse_its_steps(accelerator: Any, made: ParallelModel) -> None:
-    """Let an Accelerator refuse the calls that would wrap, step or store the laid-out model otherwise."""
-    prepare_model = accelerator.prepare_model
+    """Let an Accelerator refuse the calls that would wrap, step or store the laid-out model otherwise, and let it wait
+    for saves before it ends the process group.
+    """
+    prepare_model, end_training = accelerator.prepare_model, accelerator.end_training
+
+    def end() -> None:
+        finish_saves()
+        end_training()
 
     def prepare(model: nn.Module, *args: Any, **options: Any) -> Any:
         if model is made or any(model is part for part in (made.module, *made.parts)):
@@ -197,10 +204,12 @@ def _refuse_its_steps(accelerator: Any, made: ParallelModel) -> None:
 
         return refuse
 
-    accelerator.prepare_model = prepare
+    accelerator.prepare_model, accelerator.end_training = prepare, end
     accelerator.backward = refusing(
         "backward",
         "model.forward_backward(step_batch(batch)), which runs backward too; for another model loss.backward()",
     )
-    accelerator.save_state = refusing("save_state", "meshwright.save(model, folder, optimizer=optimizer)")
+    accelerator.save_state = refusing(
+        "save_state", "meshwright.save(model, folder, optimizer=optimizer, asynchronous=True)"
+    )
     accelerator.load_state = refusing("load_state", "meshwright.load(model, folder, optimizer=optimizer)")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint import load, save
+from meshwright.checkpoint.saving import finish_saves
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.distributed import order
@@ -55,21 +56,31 @@ class MeshwrightStrategy(ModelParallelStrategy):
     as with Fabric's own strategies; those that ranks of ``tp`` share are complete when backward ends. Loaders deal
     rows to data ranks; ranks of ``tp`` read the same ones. The norm of ``clip_gradients`` is that of all ranks'
     shards. ``fabric.save`` writes a folder of meshwright (``meshwright.load`` reads it in any layout), with what else
-    the state holds as JSON.
+    the state holds as JSON. It returns while that is copied and written; the next save, a load, ``teardown`` and the
+    end of the process wait for it, and what fails is logged.
 
     Args:
         layout: sizes of the mesh; by default all processes shard the model. ``pp`` and ``cp`` are refused.
         techniques: precision, recomputation, compilation …, typed or a plain dict. Fabric's ``precision`` stays
             "32-true": the plan decides dtypes.
         seed: seeds the weights of a module that is on meta.
+        asynchronous: False: ``fabric.save`` returns when the folder is whole.
 
     Raises:
         ConfigError: a precision of Fabric beside the plan's, a layout that does not fit the processes.
         UnsupportedError: a layout that gives ranks parts of the forward.
     """
 
-    def __init__(self, layout: Layout | None = None, techniques: Techniques | dict | None = None, seed: int = 0):
+    def __init__(
+        self,
+        layout: Layout | None = None,
+        techniques: Techniques | dict | None = None,
+        seed: int = 0,
+        *,
+        asynchronous: bool = True,
+    ):
         self.layout, self.techniques, self.seed = layout or Layout(), as_techniques(techniques), seed
+        self.asynchronous = asynchronous
         self.rows, self._laid_out = RowsOfRank(), []
         super().__init__(lambda module, mesh: module)
         self._backward_sync_control = _Accumulation(self)
@@ -170,7 +181,13 @@ class MeshwrightStrategy(ModelParallelStrategy):
             raise ConfigError(f"{DOOR}: fabric.save takes neither storage_options nor filter: leave them out")
         model, optimizer, rest = self._sorted(state)
         kept = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in rest.items()}
-        save(model, Path(self.broadcast(path)), optimizer=optimizer, extra=kept)
+        folder = Path(self.broadcast(path))
+        save(model, folder, optimizer=optimizer, extra=kept, asynchronous=self.asynchronous)
+
+    def teardown(self) -> None:
+        """Wait for the save under way, and end as Fabric does."""
+        finish_saves()
+        super().teardown()
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

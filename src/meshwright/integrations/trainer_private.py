@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +17,14 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_pt_utils import nested_detach
 
 from meshwright.checkpoint import load, save
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.checkpoint.background import GRACE_SEC
+from meshwright.checkpoint.manifest import NAME
+from meshwright.checkpoint.saving import finish_saves
+from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.core.losses import Loss
 from meshwright.core.names import clean
 from meshwright.core.record import recall
@@ -65,31 +73,72 @@ def write_model(
     optimizer: torch.optim.Optimizer | None,
     *,
     keeps: bool,
+    asynchronous: bool,
 ) -> None:
     """Write the shards, and from them the model as transformers (or, with adapters, peft) reads it (collective).
 
     Args:
         keeps: whether the shards stay, to go on from.
+        asynchronous: return meanwhile; another process makes transformers' files.
     """
-    shards = folder / (STATE if keeps else f"{STATE}-shards")
-    save(model, shards, optimizer=optimizer, only_trained=requested.adapters is not None)
+    shards, origin = folder / (STATE if keeps else f"{STATE}-shards"), recall(model, ModelOrigin)
+    if origin is None or not origin.config:
+        raise ConfigError(
+            f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy"
+            f" = 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
+        )
+    form = "adapter" if requested.adapters is not None else "hf"
 
-    def export() -> None:
-        origin, made = recall(model, ModelOrigin), folder / f"{STATE}-export"
-        if origin is None or not origin.config:
-            raise ConfigError(
-                f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy"
-                f" = 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
-            )
-        shutil.rmtree(made, ignore_errors=True)
-        convert_saved(shards, made, "adapter" if requested.adapters is not None else "hf")
-        for path in made.iterdir():
-            path.replace(folder / path.name)
-        made.rmdir()
-
-    agree.decided_once(export)
+    then = partial(export_beside if asynchronous else export, str(shards), str(folder), form)
+    only_trained = requested.adapters is not None
+    save(model, shards, optimizer=optimizer, only_trained=only_trained, asynchronous=asynchronous, then=then)
     if not keeps:
         agree.decided_once(lambda: shutil.rmtree(shards, ignore_errors=True))
+
+
+def export(shards: str, folder: str, form: str) -> None:
+    """Write the model that shards hold into a folder, as transformers or peft reads it."""
+    made = Path(folder) / f"{STATE}-export"
+    shutil.rmtree(made, ignore_errors=True)
+    convert_saved(Path(shards), made, form)
+    for path in made.iterdir():
+        path.replace(Path(folder) / path.name)
+    made.rmdir()
+
+
+_exporter: list[subprocess.Popen[str]] = []
+"""The process that exports for this one, once there is one; it ends with this one."""
+
+
+def export_beside(*asked: str) -> None:
+    """Let a process of its own export, which knows no process group. Raises IntegrityError where it cannot."""
+    if not _exporter or _exporter[0].poll() is not None:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_exports; serve_exports()"
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        _exporter[:] = [subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes)]
+    there, back = _exporter[0].stdin, _exporter[0].stdout
+    assert there is not None and back is not None
+    print(json.dumps(asked), file=there, flush=True)
+    if problem := json.loads(back.readline() or '"the process that writes it died"'):
+        raise IntegrityError(f"{asked[0]} is whole, but the model was not written beside it: {problem}")
+
+
+def serve_exports() -> None:
+    """Export what each line of standard input asks for, and answer with its problem, or ""."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        problem = ""
+        try:
+            export(*json.loads(line))
+        except Exception as error:  # noqa: BLE001  (said by who asked)
+            problem = f"{type(error).__name__}: {error}"
+        print(json.dumps(problem), file=answers, flush=True)
+
+
+def last_whole(folder: str | Path) -> str | None:
+    """Return the newest checkpoint of a Trainer's folder whose state was saved to the end."""
+    found = [path.parents[1] for path in Path(folder).glob(f"checkpoint-*/{STATE}/{NAME}")]
+    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
 # --- step a laid-out model in the loop of ``transformers.Trainer``, through the hooks that its loop calls
@@ -164,7 +213,7 @@ class LaidOutLoop:
         self.rows = RowsOfRank()
         self._microbatches: list[dict[str, Tensor]] = []
         self._norm = torch.zeros(())
-        self._weights_number = 0
+        self._weights_number, self._saves_beside = 0, False
         loop: Any = super()
         loop.__init__(model, handed_over(self.given_args, dict(self.handling)), *positional, **options)
         if self.optimizer is not None or self.lr_scheduler is not None:  # given by place
@@ -356,13 +405,42 @@ class LaidOutLoop:
 
     # --- files
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """Train as Trainer does, until the last save is whole; True resumes from the last checkpoint that is."""
+        if resume_from_checkpoint is True:
+            finish_saves()
+            resume_from_checkpoint = agree.from_rank_zero(last_whole(self.args.output_dir)) or True
+        found, seconds = super(), GRACE_SEC
+        try:
+            result, seconds = found.train(resume_from_checkpoint, *args, **options), None  # type: ignore[misc]
+        finally:
+            finish_saves(seconds)
+        return result
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """Save beside training, unless this is the last checkpoint, or somebody reads the folder at once.
+
+        Then one checkpoint more than ``save_total_limit`` stays, since this one is not whole yet.
+        """
+        reads = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
+        is_last = self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+        self._saves_beside = not (is_last or reads or self.args.push_to_hub or self.args.save_only_model)
+        limit, found = self.args.save_total_limit, super()
+        self.args.save_total_limit = limit and limit + self._saves_beside
+        try:
+            found._save_checkpoint(*args, **options)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit, self._saves_beside = limit, False
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as transformers reads it, and beside a checkpoint's the state to go on from (collective)."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         keeps = _internal_call and not self.args.save_only_model
         optimizer = self.optimizer.optimizer if keeps and isinstance(self.optimizer, SteppedOptimizer) else None
-        write_model(self.parallel, folder, self.requested, optimizer, keeps=keeps)
+        beside = keeps and self._saves_beside
+        write_model(self.parallel, folder, self.requested, optimizer, keeps=keeps, asynchronous=beside)
         if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)

@@ -206,8 +206,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only the last step's."""
     keep_last: Annotated[int, FROM_0] = 2
     """Newest checkpoints that are kept; 0: all."""
-    asynchronous: bool = False
-    """Whether training goes on while a checkpoint is copied and written."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is copied and written; the last step's is waited for either way."""
     host_memory: Annotated[float, FROM_0] = 0.0
     """GiB that a copy may take on each rank; 0: all it needs. With less, the next step waits for a part of it."""
     when_busy: Literal["wait", "skip", "replace"] = "wait"

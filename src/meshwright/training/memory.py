@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text
+from meshwright.core.errors import ConfigError
 from meshwright.planning.memory import MemoryUse, plan_memory
 from meshwright.planning.optimizer import ROOM
 from meshwright.planning.plan import Plan
@@ -33,6 +34,25 @@ def host_memory() -> int:
 
     limits = (psutil.virtual_memory().total, control_group_limit())
     return min(limit for limit in limits if limit is not None) + psutil.swap_memory().total
+
+
+def refuse_large_copies(gib: float, ranks: int) -> None:
+    """Refuse a ``checkpoint.host_memory`` that this host cannot give to each of its ranks. Raises ConfigError."""
+    if gib * 2**30 * ranks > (there := host_memory()):
+        raise ConfigError(
+            f"checkpoint.host_memory = {gib:g} (GiB) on each of {ranks} ranks is more than the {bytes_text(there)} of"
+            f" this host: set at most {there / ranks / 2**30:.1f}, or 0 for what is needed"
+        )
+
+
+def memory_left(ranks: int) -> int:
+    """Return the bytes that each of this host's ranks can still take, if all take as many."""
+    import psutil
+
+    left, limit = psutil.virtual_memory().available, control_group_limit()
+    if limit is not None:
+        left = min(left, limit - ranks * psutil.Process().memory_info().rss)
+    return max(0, left // ranks)
 
 
 def control_group_limit(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int | None:

@@ -112,7 +112,7 @@ class Trainer:
         trace = TraceCheck.of(run)
         with ExitStack() as held:
             loop = _Loop(run, open_folder(run, self.config, held), self, stop, progress, trace)
-            held.callback(loop.checkpoints.close)
+            held.push(loop.checkpoints.close)
             return loop.train()
 
 

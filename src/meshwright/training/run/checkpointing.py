@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from meshwright.checkpoint.background import Saver
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.loading import load
-from meshwright.checkpoint.saving import OWN_MEMORY, Handle, write
+from meshwright.checkpoint.saving import Handle, is_beside, write
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
-from meshwright.core.errors import IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process import agree
-from meshwright.distributed.process.world import is_rank_zero
+from meshwright.distributed.process.world import is_rank_zero, ranks_per_node
 from meshwright.training.build import Run
 from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
+from meshwright.training.memory import memory_left
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.throughput import StartupTimeline
 
@@ -53,34 +54,40 @@ class Checkpointing:
         agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
         self.latest: Location | None = None
         self.pending: tuple[Handle, int] | None = None
-        c = run.config.checkpoint
-        beside = c.asynchronous and not c.folder.startswith(OWN_MEMORY)
-        self.saver = Saver(int(c.host_memory * 2**30), c.when_busy, say) if beside else None
+        c, ranks = run.config.checkpoint, ranks_per_node() or 1
+        beside, most = c.asynchronous and is_beside(c.folder, say), int(c.host_memory * 2**30)
+        self.saver = Saver(most, c.when_busy, say, lambda: memory_left(ranks)) if beside else None
 
     def save(self, *, is_last: bool = False) -> None:
         """Begin this step's checkpoint; it is whole, and old ones are removed, some steps later (``look``, ``finish``).
 
         Args:
-            is_last: there is no later save, so that this one is not skipped.
+            is_last: nothing goes on beside this one: it is written at once, after the one under way.
 
         Raises:
-            IntegrityError: where saves are not asynchronous, a rank could not write (raised on every rank).
+            IntegrityError: a rank could not write what is written at once (raised on every rank).
         """
         path, only_trained = self.folder.of_step(self.at.step), self.r.config.adapters is not None
         state = {**vars(self.at), "consumed": self.r.feed.loader.state}
         extra = {"state": state, "identity": self.r.identity}
         model, optimizer = self.r.model, self.r.optimizer.optimizer
-        if self.saver is None:
+        handle = None
+        if self.saver is not None and not is_last:
+            options = {"only_trained": only_trained, "in_run": True, "then": self._remove_old}
+            try:
+                handle = self.saver.begin(model, path, optimizer, extra, **options)
+            except ConfigError as error:
+                self.say(f"{error}. Saves are synchronous from here on")
+                self.saver = None
+        if self.pending is not None and (handle is None or not handle.skipped):
+            self.pending[0].over.wait()
+            self.look()
+        if handle is None:
             handle = Handle(path)
             given = {"optimizer": optimizer, "extra": extra, "only_trained": only_trained}
             handle.bytes = write(model, path, **given, after=self.latest)
             agree.together(self._remove_old, here=is_rank_zero())
             handle.end()
-        else:
-            when = "wait" if is_last else None
-            options = {"only_trained": only_trained, "in_run": True, "then": self._remove_old, "when_busy": when}
-            handle = self.saver.begin(model, path, optimizer, extra, **options)
-            self.look()
         if handle.skipped:
             self.say(handle.problem)
             return
@@ -110,22 +117,20 @@ class Checkpointing:
         Raises:
             IntegrityError: that failed too (raised on every rank).
         """
-        for is_retry in (False, True):
-            if self.pending is None:
-                return
-            handle, step = self.pending
-            handle.over.wait()
-            self.look()
-            if not handle.problem or step != self.at.step:
-                return
-            if is_retry:
-                agree.together(handle.wait)
+        if self.pending is None:
+            return
+        handle, step = self.pending
+        handle.over.wait()
+        self.look()
+        if handle.problem and step == self.at.step:
             self.save(is_last=True)
 
-    def close(self) -> None:
-        """Give the save under way a moment where a run ends by an error; then end the process that writes."""
+    def close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the process that writes; where an error ends the run the save under way has a moment, where somebody
+        interrupts it for the second time none.
+        """
         if self.saver is not None:
-            self.saver.close(GRACE_SEC)
+            self.saver.close(0 if kind is KeyboardInterrupt else GRACE_SEC)
 
     @contextmanager
     def saved_if_unread(self) -> Iterator[None]:
@@ -135,9 +140,9 @@ class Checkpointing:
             yield
         except UnreadSamples as error:
             self.r.feed.loader.seek(consumed)
+            self.finish()
             if self.at.step and self.latest != self.folder.of_step(self.at.step):
                 self.save(is_last=True)
-            self.finish()
             raise UnreadSamples(with_way_on(str(error), self.run_folder)) from error
 
     def resume(self, timeline: StartupTimeline) -> bool:
