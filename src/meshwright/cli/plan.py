@@ -107,19 +107,18 @@ def forecast(config: Config, options: PlanOptions) -> int:
     wanted = float(written[1]) * UNITS[written[2]] if written else 0.0
     if options.tokens and not wanted:
         raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B or 15T")
-    from meshwright.introspection.cluster import Cluster
-    from meshwright.simulation.foresee import foresee
-    from meshwright.simulation.measured import machines_of, notes, profile_of
-    from meshwright.training.build import batch_of, estimated_memory, facts_of
-    from meshwright.training.model_source import model_source, planned_tokenizer
-    from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
+    with _progress() as progress:  # imports take their part of a user's patience
+        from meshwright.simulation.foresee import foresee
+        from meshwright.simulation.measured import machines_of, notes, profile_of
+        from meshwright.training.build import batch_of, estimated_memory, facts_of
+        from meshwright.training.model_source import model_source, planned_tokenizer
+        from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
 
-    profile = "" if options.profile is None else str(options.profile)
-    cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
-    rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
-    tokenizer = planned_tokenizer(config)
-    batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
-    with _progress() as progress:
+        profile = "" if options.profile is None else str(options.profile)
+        cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
+        rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
+        tokenizer = planned_tokenizer(config)
+        batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
         answer = foresee(
             facts,
             config.layout,

@@ -115,6 +115,16 @@ class SavedBytes:
             kept = self.kinds
         self.kept = model.sums(kept)
         self.deferred = model.sums([_deferred(block, job) for block in blocks])
+        self._most: dict[tuple, tuple[float, float, float]] = {}
+
+    def most(self, job: Job, rank: int) -> tuple[float, float, float]:
+        """Return what a rank holds at most of activations and logits together, and of the block that computes."""
+        run = job.execution
+        key = rank, job.layout.pp, job.microbatches, run.stages_per_rank, run.schedule, run.loss_chunks
+        if key not in self._most:
+            saves = HeldBytes.of(job, rank, self)
+            self._most[key] = *max((saves.at(moment) for moment in held_on(job, rank)), key=sum), saves.working
+        return self._most[key]
 
 
 def least_memory(job: Job) -> float:
@@ -151,11 +161,10 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         if run.buckets:
             delays, largest = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
             gradients += beside_buckets(gradients, min(gradients, largest / layout.tp), delays=delays)
-    saves = HeldBytes.of(job, rank, saved)
-    activations, logits = max((saves.at(moment) for moment in held_on(job, rank)), key=sum)
+    activations, logits, working = saved.most(job, rank)
     if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
-        at_end = gradients, saves.working, 0.0
+        at_end = gradients, working, 0.0
         gradients, activations, logits = max((0.0, activations, logits), at_end, key=sum)
     gathered = _gathered(job, part, ends if run.gathers_ends else model.head_elements)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -219,12 +220,13 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
     def built_like() -> nn.Module:
         made = grafted(model, kind(config))
         # truths and names that were set behind the constructor, where all blocks of the model agree on them
-        modules = dict(core_of(model).named_modules())
+        modules, alike = dict(core_of(model).named_modules()), defaultdict[str, list[nn.Module]](list)
+        for path, module in modules.items():
+            alike[pattern(path)].append(module)
         for path, module in core_of(made).named_modules():
-            alike = [other for name, other in modules.items() if pattern(name) == pattern(path)]
             for name, value in vars(module).items() if path in modules else ():
                 if type(value) in (bool, str) and name not in NOT_CARRIED and not name.startswith("_"):
-                    first, *others = (vars(other).get(name) for other in alike)
+                    first, *others = (vars(other).get(name) for other in alike[pattern(path)])
                     if type(first) is type(value) and all(other == first for other in others):
                         setattr(module, name, first)
         if recall(model, Hints) is not None:

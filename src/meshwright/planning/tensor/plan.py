@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from torch import nn
 
-from meshwright.core.names import is_within, owner
+from meshwright.core.names import around, is_within, owner
 from meshwright.core.parts import FusedPart, is_plain, ranges
 from meshwright.introspection.deferred_logits import Tail
 from meshwright.introspection.small.sample import Sample
@@ -134,8 +134,17 @@ class TensorPlan:
     def last_block(self) -> str:
         return self.blocks[-1]
 
+    @functools.cached_property
+    def _kinds(self) -> dict[str, BlocksPlan]:
+        return {block: kind for kind in reversed(self.kinds) for block in kind.blocks}
+
     def kind_of(self, block: str) -> BlocksPlan:
-        return next(kind for kind in self.kinds if block in kind.blocks)
+        return self._kinds[block]
+
+    def _around(self, name: str) -> tuple[BlocksPlan | None, str]:
+        """Return the block that a parameter is in, after its kind; (None, "") if it is in none."""
+        block = next((path for path in around(name) if path in self._kinds), "")
+        return self._kinds.get(block), block
 
     def for_sample(self, sample: Sample, model: nn.Module) -> TensorPlan:
         """Adapt the plan of ``model`` to its small copy."""
@@ -159,12 +168,8 @@ class TensorPlan:
         path = owner(name)
         if name in self.tied or (path and path in (self.embedding, self.head)):
             return 0, (FusedPart(shape[0], shape[0]),)
-        for kind in self.kinds:
-            block = next((block for block in kind.blocks if is_within(name, block)), None)
-            if block is not None:
-                within = name[len(block) + 1 :]
-                return kind.cut_by_name.get(within)
-        return None
+        kind, block = self._around(name)
+        return kind and kind.cut_by_name.get(name[len(block) + 1 :])
 
     def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the first rank's part of a parameter."""
@@ -182,9 +187,7 @@ class TensorPlan:
     def parts_of(self, path: str) -> OperandParts:
         """Return the operands of a linear layer of which a rank has a part; none if all ranks compute it alike."""
         name = f"{path}.weight"
-        kind, block = next(
-            ((kind, block) for kind in self.kinds for block in kind.blocks if is_within(name, block)), (None, "")
-        )
+        kind, block = self._around(name)
         if kind is None or not (self.is_summed(name) or self.cut_of(name, ()) is not None):
             return WHOLE
         return kind.parts_of(path[len(block) + 1 :])
@@ -202,16 +205,13 @@ class TensorPlan:
             return False
         if self.sequence_parallel:
             return True
-        for kind in self.kinds:
-            block = next((block for block in kind.blocks if is_within(name, block)), None)
-            if block is not None:
-                within = name[len(block) + 1 :]
-                regions = [planned.region for planned in kind.regions]
-                # or a region uses it for the groups of one rank only
-                return owner(within) in kind.norms or any(
-                    within in region.shared or owner(within) in region.spanning for region in regions
-                )
-        return False
+        kind, block = self._around(name)
+        within = name[len(block) + 1 :]
+        # or a region uses it for the groups of one rank only
+        return kind is not None and (
+            owner(within) in kind.norms
+            or any(within in r.region.shared or owner(within) in r.region.spanning for r in kind.regions)
+        )
 
 
 def words_of_cut(dim: int, parts: tuple[FusedPart, ...]) -> str:
