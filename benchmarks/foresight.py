@@ -7,15 +7,16 @@ A FILE has the columns of ``published/published.csv``; the default are this one,
 nothing was fitted. Each row becomes a job of ``meshwright.simulation``, or is excluded by a rule that does not look at
 its forecast (``published/rows.py``). The median and 90th percentile of the absolute error are printed by source and by
 class, with Kendall's tau within a source, model and number of GPUs, and the errors of memory. ``--rows`` lists every
-row; ``--json`` writes what is foreseen of each; ``--fit`` prints for each card and dtype the efficiency of products
-that would make the median error zero; ``--hold-out`` fits these to all sources, releases or models but one, and prints
-the errors of the one left out.
+row; ``--json`` writes what is foreseen of each, ``mem_per_gpu`` in the row's own unit; ``--fit`` prints for each card
+and dtype the efficiency of products that would make the median error zero; ``--hold-out`` fits these to all sources,
+releases or models but one, and prints the errors of the one left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,11 @@ from meshwright.simulation.step_memory import StepMemory, step_memory
 from meshwright.simulation.step_time import StepTime, step_time
 
 GB = 1e9
+MEASURED = ("id", "where", "note", "address", "shape_from", "tok_s_gpu", "tok_s_total", "tflops_gpu", "tflops_kind")
+MEASURED += ("mfu_pct", "hfu_pct", "step_s", "mem_per_gpu", "mem_unit")
+"""Columns in which rows of the same run may differ."""
+FEW, NOISE = 3, 0.02
+"""Pairs of rows of the same run from which a source's noise is known, and what is taken for it elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +81,31 @@ class Foreseen:
 
     def to_json(self) -> dict:
         tokens = self.job.rows * self.job.seq_len / self.job.layout.world
+        size, measured = same_quantity(self.row, self.stated)
         return {
             "id": self.row["id"],
             "step_s": self.time.seconds,
             "tok_s_gpu": tokens / self.time.seconds,
             "tflops_gpu": _flops_per_token(self) * tokens / self.time.seconds / 1e12,
-            "mem_gb": same_quantity(self.row, self.stated)[0] / GB,
+            "mem_gb": size / GB,
+            "mem_per_gpu": number(self.row["mem_per_gpu"]) * size / measured if measured else size / GB,
             "fits": self.fits,
         }
 
 
 def foresee(row: Row) -> Foreseen | Excluded:
     """Forecast a row."""
-    job = job_of(row)
-    if isinstance(job, Excluded):
-        return job
+    try:
+        job = job_of(row)
+        if isinstance(job, Excluded):
+            return job
+        time, memory = step_time(job), step_memory(job)
+    except (ValueError, ZeroDivisionError) as error:
+        return Excluded(f"what it states cannot be ({error})")
     measured = number(row["step_s"])
     if not measured and number(row["tok_s_gpu"]):
         measured = job.rows * job.seq_len / job.layout.world / number(row["tok_s_gpu"])
-    found = Foreseen(row, job, step_time(job), step_memory(job), measured)
+    found = Foreseen(row, job, time, memory, measured)
     if not measured and number(row["tflops_gpu"]) and row["fits"] == "yes":
         tokens = job.rows * job.seq_len / job.layout.world
         found = replace(found, measured_s=_flops_per_token(found) * tokens / number(row["tflops_gpu"]) / 1e12)
@@ -185,34 +197,53 @@ def _print_errors(by: str, rows: Iterable[Foreseen], key, error: str = "error") 
         print(f"{name:64} {len(errors):4} {statistics.median(sizes):7.1%} {middle:+7.1%} {tail:7.1%}")
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Kendall's tau of (measured, foreseen) pairs; pairs measured within 2 % of each other do not count."""
-    score = count = 0
-    for (a, x), (b, y) in combinations(pairs, 2):
-        if abs(a / b - 1) > 0.02:
-            count += 1
-            score += 1 if (a - b) * (x - y) > 0 else -1
-    return score / count if count else 1.0
+def kendall(pairs: Sequence[tuple[float, float]], noise: float) -> tuple[float, int]:
+    """Return Kendall's tau of (measured, foreseen) pairs, and how many count: those that measurements tell apart.
+
+    Pairs that are foreseen alike are half right: they count nothing, neither for nor against.
+    """
+    apart = [(a - b, x - y) for (a, x), (b, y) in combinations(pairs, 2) if abs(a / b - 1) > noise]
+    score = sum(((a * x > 0) - (a * x < 0)) for a, x in apart)
+    return score / len(apart) if apart else 1.0, len(apart)
+
+
+def noise_of(rows: Iterable[Foreseen]) -> float:
+    """Return the median difference of a source's rows that state the same run; NOISE where it has too few of them."""
+    runs: dict[tuple, list[float]] = defaultdict(list)
+    for one in rows:
+        stated = tuple(value for key, value in one.row.items() if key not in MEASURED)
+        runs[stated].append(one.measured_s)
+    found = [abs(a / b - 1) for alike in runs.values() for a, b in combinations(alike, 2) if a != b]
+    return statistics.median(found) if len(found) >= FEW else NOISE
 
 
 def _print_ranking(timed: Iterable[Foreseen]) -> None:
     groups: dict[tuple, list[Foreseen]] = defaultdict(list)
+    sources: dict[str, list[Foreseen]] = defaultdict(list)
     for one in timed:
         row = one.row
         groups[row["source"], row["model"], row["system"], row["gpus"], row["seq"], row["gbs_seqs"]].append(one)
-    taus, losses = [], []
+        sources[row["source"]].append(one)
+    noises = {source: noise_of(rows) for source, rows in sources.items()}
+    taus, losses, counts = [], [], []
     for members in groups.values():
         layouts = {(str(one.job.layout), one.job.microbatch) for one in members}
         if len(layouts) < 4:
             continue
-        taus.append(kendall([(one.measured_s, one.time.seconds) for one in members]))
+        noise = noises[members[0].row["source"]]
+        tau, count = kendall([(one.measured_s, one.time.seconds) for one in members], noise)
+        taus.append(tau)
+        counts.append((count, math.comb(len(members), 2), tau * count))
         chosen = min(members, key=lambda one: one.time.seconds)
         losses.append(chosen.measured_s / min(one.measured_s for one in members) - 1)
     if taus:
+        apart, pairs, score = map(sum, zip(*counts, strict=True))
         print(
             f"\nranking: {len(taus)} groups (source, model, GPUs and batch) of four layouts or more: Kendall's tau"
             f" {statistics.median(taus):.2f} (median), {min(taus):.2f} (least); the layout foreseen as best is"
-            f" {statistics.median(losses):.1%} (median), {max(losses):.1%} (most) behind the best measured"
+            f" {statistics.median(losses):.1%} (median), {max(losses):.1%} (most) behind the best measured. Of"
+            f" {pairs} pairs {apart} differ by more than their source's noise: tau {score / apart:.2f} over these,"
+            f" {score / pairs:.2f} where the others count half"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.planning.layout import Layout
-from meshwright.simulation.cards import Machines, device, link, sheets
+from meshwright.simulation.cards import Machines, device, link, paired, sheets
 from meshwright.simulation.job import Architecture, BlockShape, Execution, Job, MixtureRun, blocks_of_size
 from meshwright.simulation.step_memory import SavedBytes, StepMemory, rank_memory, step_memory
 
@@ -24,6 +24,10 @@ CARDS = (
     *("GB300", "GB200", "B300", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "A6000", "A10G", "L4"),
     *("5090", "4090", "3090", "MI300X"),
 )
+
+
+COUNTED = "korthikanti"
+"""The source whose bytes are counted, not measured: the figure of arXiv 2205.05198, with Megatron-LM of 2022."""
 
 
 def memory_of(row: Row, job: Job) -> StepMemory:
@@ -41,9 +45,10 @@ def same_quantity(row: Row, foreseen: StepMemory) -> tuple[float, float]:
     unit, size = row["mem_unit"].lower(), number(row["mem_per_gpu"])
     giga = 2**30 if "smi" in unit or "gib" in unit or "kempner" in row["source"].lower() else 1e9
     found = foreseen.total
-    if re.search("peak|alloc|active|reserve", unit):
+    counted = COUNTED in row["source"].lower()
+    if counted or re.search("peak|alloc|active|reserve", unit):
         found -= foreseen.context
-    if re.search("peak|alloc|active", unit):
+    if counted or re.search("peak|alloc|active", unit):
         found -= foreseen.fragmented
     return found, size * giga
 
@@ -110,7 +115,8 @@ def job_of(row: Row) -> Job | Excluded:
     if mixed:
         run = with_recipe(run, row, machines.device, microbatch)
     job = Job(architecture, layout, int(length), int(rows), microbatch, run, machines)
-    return job if row["ac"] or mixed or "torchtune" in row["source"].lower() else with_least_recomputation(job)
+    stated = row["ac"] or mixed or re.search(f"torchtune|{COUNTED}", row["source"].lower())
+    return job if stated else with_least_recomputation(job)
 
 
 def _cuts(row: Row, blocks: int, stages: int) -> tuple[tuple[int, int], ...]:
@@ -202,7 +208,7 @@ def _architecture(row: Row) -> Architecture | None:
         or (known.vocab if known else 0)
         or (250880 if "balanced with emb" in row["precision"] else 51200)
     )
-    old = _is_old_gpt(row)
+    old = _is_old_gpt(row) or COUNTED in row["source"].lower()
     found = []
     for gated in (False, True):
         block = decoder_block(hidden, heads, kv_heads, ffn, gated=gated, dropout=old)
@@ -255,7 +261,12 @@ def _machines(row: Row) -> Machines | None:
         kind = "roce"
     inside = link("nvlink" if sheet["nvlink"] >= 100e9 else "pcie", sheet["nvlink"])
     gpus = int(number(row["gpus"], 1))
-    return Machines(of, gpus, min(per_node, gpus), inside, link(kind, bandwidth))
+    if (found := re.search(r"(\d+) W\b", text)) and "power" in sheet:
+        of = of.limited_to(float(found[1]), sheet["power"])
+    if "HBM2e" in text and of.name == "H100":
+        of = replace(of, bandwidth=2410e9)  # arXiv 2604.11391
+    across = link(kind, bandwidth)
+    return Machines(of, gpus, min(per_node, gpus), inside, across, paired=paired(of.name, per_node))
 
 
 def _layout(row: Row) -> Layout | None:
@@ -294,11 +305,15 @@ def _execution(row: Row, layout: Layout) -> Execution:
     source, other = row["source"].lower(), row["other"].lower()
     run = Execution(products=_products(row), recompute=_recompute(row), fused=bool(row["compile"]), balances_ends=False)
     zero = int(number(row["zero"])) if row["zero"] else 3 if "fsdp" in other else 1
-    run = replace(run, zero=zero)
+    run = replace(run, zero=zero, stops_early=False)
     if "fsdp" in other or re.search("foundry|titan|torchtune|litgpt|kempner", source):
         return _of_torch(row, run, layout)
     if _is_old_gpt(row):
         return _megatron_2021(row, run)
+    if COUNTED in source:
+        cuts = row["sp"].lower() in ("1", "yes", "true", "on")
+        run = replace(run, attention="unfused", fused=True, copy_bytes=2.0, sequence_parallel=cuts)
+        return replace(run, stages_per_rank=_stages_per_rank(row, layout))
     if "megatron" in source or "nemo" in source:
         return replace(
             run,
@@ -348,11 +363,13 @@ def _of_torch(row: Row, run: Execution, layout: Layout) -> Execution:
     copies = 1.0 if foundry else 14 / 4
     flash = "flash1" if foundry else "flash2"  # Triton's kernel of FlashAttention (attn_impl: triton)
     run = replace(run, reduce_bytes=reduced, gradient_bytes=4.0, logits_copies=copies, attention=flash)
-    run = replace(run, frees_gradients=True)
+    run = replace(run, frees_gradients=True, fused_rotary=run.fused or foundry)  # whose models have no rotary positions
     run = replace(run, reduces_each="accumulate whole" not in text and layout.pp == 1, gathers_each=layout.pp == 1)
-    run = replace(run, offloads="activation offload" in text)
+    run = replace(run, offloads="activation offload" in text, stops_early=not foundry)
     if "kempner" in text and (layout.pp > 1 or "experts" in text):  # tensor_parallel.py: no SequenceParallel
         run = replace(run, sequence_parallel=False)
+    if "kempner" in text:  # tensor_parallel.py: no two column-parallel layers share a gather; cuDNN's attention
+        run = replace(run, tensor_passes=7, gathers_logits=True, attention="fused")
     if "cross entropy of bf16 logits" in text or "kempner" in text:  # the log-probabilities and both gradients too
         run = replace(run, logits_copies=2.0 * layout.tp)  # gathered over tp
     if re.search(r"bf16[- ](true|states)", text):  # nothing is kept in fp32
@@ -373,7 +390,7 @@ def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
     """Return the execution with what depends on the model: which weights are trained, and how the others rest."""
     text, experts = words(row), model.blocks[0].experts
     if "packed experts" in text and experts:  # rows padded to the fullest expert's; the page states a balance near 0
-        run = replace(run, imbalance=experts.number / experts.top_k)
+        run = replace(run, imbalance=experts.number / experts.top_k, mixture=MixtureRun(pads=True))
     if run.recompute == "full" and "selective" in text:
         run = replace(run, recomputed=_recomputed_by_operators(run, model.blocks[0]))
     if "step in backward" in text:  # one gradient at a time, the largest of them the embedding's

@@ -25,7 +25,7 @@ from meshwright.simulation.cards import Group, card_names, device, link_across, 
 from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
 from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
 from meshwright.simulation.step_memory import block_activations, step_memory
-from meshwright.simulation.step_time import step_time
+from meshwright.simulation.step_time import Cost, step_time
 from meshwright.training.config import Config
 from meshwright.training.throughput import peak_flops
 
@@ -86,6 +86,36 @@ def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():
     assert small < large < card.flops["bfloat16"]
     odd = card.product_s(4096, 4092, 4096, "bfloat16")  # no multiple of 8: slower although it is less work
     assert odd > card.product_s(4096, 4096, 4096, "bfloat16")
+
+
+def test_cards_with_less_power_compute_slower_and_move_as_fast():
+    full = device("h100")
+    less = full.limited_to(500, 700)
+    assert less.speed("bfloat16") / full.speed("bfloat16") == pytest.approx((500 / 700) ** 0.7)
+    assert less.attention_s(1e15, "fused", backward=True, head_dim=128) > full.attention_s(
+        1e15, "fused", backward=True, head_dim=128
+    )
+    assert less.traffic_s(1e9) == full.traffic_s(1e9)
+
+
+def test_on_boards_without_a_switch_a_group_has_the_links_between_its_own():
+    board, switched = machines("h200", 8, per_node=4), machines("h200", 4)
+    seconds = [one.gather_s(1e10, Group(2)) for one in (board, switched)]
+    assert seconds[0] / seconds[1] == pytest.approx(3, rel=0.01)  # one of three sixths of a device's links
+    assert board.gather_s(1e10, Group(4)) == switched.gather_s(1e10, Group(4))
+
+
+def test_what_a_system_computes_or_sends_twice_takes_time():
+    base = job(8, dp_shard=4, tp=2).with_execution(recompute="full")
+    plain = step_time(base).costs
+    last = step_time(base.with_execution(stops_early=False)).costs
+    assert last[Cost.PRODUCTS] > plain[Cost.PRODUCTS] and last[Cost.TENSOR] == plain[Cost.TENSOR]
+    fewer = step_time(base.with_execution(recompute="none")).costs
+    assert plain[Cost.PRODUCTS] > fewer[Cost.PRODUCTS]
+    more = step_time(base.with_execution(tensor_passes=7)).costs
+    assert more[Cost.TENSOR] / plain[Cost.TENSOR] == pytest.approx(20 / 11)  # forward, backward, all but one again
+    whole = step_time(base.with_execution(gathers_logits=True)).costs
+    assert whole[Cost.TENSOR] > plain[Cost.TENSOR] and whole[Cost.TRAFFIC] > plain[Cost.TRAFFIC]
 
 
 def test_collectives_carry_the_bytes_of_their_rings():
@@ -254,6 +284,54 @@ def test_what_systems_hold_in_memory_is_foreseen_by_what_they_do(foreseen, sourc
 def test_memory_of_rows_that_nothing_was_fitted_to_is_foreseen(foreseen, source, median, most):
     errors = [abs(one.memory_error) for one in foreseen("unseen.csv") if one.row["source"] == source]
     assert len(errors) > 5 and statistics.median(errors) <= median and max(errors) <= most
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "median", "most"),
+    [
+        ("states.csv", "torchtune README", 0.1, 0.25),
+        ("states.csv", "KempnerForge MFU scaling", 0.07, 0.26),
+        ("states.csv", "torchtitan", 0.08, 0.31),
+        ("unseen.csv", "KempnerForge mixtures", 0.21, 0.55),
+    ],
+)
+def test_steps_of_rows_beside_those_that_were_fitted_to_are_foreseen(foreseen, file, source, median, most):
+    errors = [abs(one.error) for one in foreseen(file) if one.measured_s and one.row["source"] == source]
+    assert len(errors) > 5 and statistics.median(errors) <= median and max(errors) <= most
+
+
+def test_ranks_of_layouts_count_what_measurements_tell_apart(foreseen):
+    kendall = importlib.import_module("foresight").kendall
+    assert kendall([(1.0, 5.0), (2.0, 6.0), (2.02, 1.0)], 0.05) == (0.0, 2)  # of three pairs one is alike as measured
+    assert kendall([(1.0, 5.0), (2.0, 5.0)], 0.05) == (0.0, 1)  # foreseen alike: half right
+    assert kendall([(1.0, 2.0), (2.0, 1.0)], 0.05) == (-1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("sp", "ac", "each"),
+    [
+        ("", "", 10 + 24 / 8 + 5 * 64 * 2048 / 6144 / 8),
+        ("yes", "", 34 / 8 + 5 * 64 * 2048 / 6144 / 8),
+        ("yes", "selective", 34 / 8),
+    ],
+)
+def test_the_figure_of_the_paper_that_counted_activations_is_counted_alike(foreseen, sp, ac, each):
+    """arXiv 2205.05198, table 2 and figure 1: 22B on tensor axes of 8; 18 bytes for each element."""
+    foresight = importlib.import_module("foresight")
+    row = dict.fromkeys(foresight.read_rows(BENCHMARKS / "published" / "states.csv")[0], "")
+    row |= {"source": "Korthikanti figure 1", "system": "A100 80GB", "model": "22B", "layers": "48", "hidden": "6144"}
+    row |= {"heads": "64", "vocab": "51200", "seq": "2048", "gbs_seqs": "4", "mbs": "4", "gpus": "8", "tp": "8"}
+    row |= {"sp": sp, "ac": ac, "precision": "fp16", "mem_per_gpu": "100", "mem_unit": "GB", "fits": "yes"}
+    counted = 48 * each * 2048 * 4 * 6144 + 18 * (12 * 48 * 6144**2 + 51200 * 6144) / 8
+    assert foresight.foresee(row).memory_error == pytest.approx(counted / 100e9 - 1, abs=0.04)
+
+
+@pytest.mark.parametrize("figures", [{"tp": "0"}, {"hidden": "7", "heads": "0", "model": ""}, {"gpus": "n/a"}])
+def test_rows_that_cannot_be_are_left_out_with_a_reason(foreseen, figures):
+    foresight = importlib.import_module("foresight")
+    row = foresight.read_rows(BENCHMARKS / "published" / "states.csv")[20]
+    found = foresight.foresee({**row, **figures})
+    assert isinstance(found, foresight.Foreseen) or found.reason
 
 
 @pytest.mark.all

@@ -161,3 +161,11 @@ def test_heads_that_eight_does_not_divide_have_no_tensor_core_in_separate_kernel
         return block_times(decoder_block(heads * dim, heads, heads, 4096), old).forward[Cost.ATTENTION]
 
     assert seconds(16, 108) > 1.5 * seconds(16, 112) > seconds(16, 104)
+
+
+def test_experts_with_as_many_rows_as_the_fullest_one_compute_them_all():
+    one = job(8, 1)
+    full = replace(one, execution=replace(one.execution, imbalance=8.0, mixture=MixtureRun(pads=True)))
+    alone = replace(one, execution=replace(one.execution, imbalance=8.0))
+    products = [block_times(BLOCK, some).forward[Cost.PRODUCTS] for some in (one, alone, full)]
+    assert products[0] == products[1] and products[2] > 4 * products[0]

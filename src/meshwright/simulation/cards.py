@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
@@ -25,7 +25,9 @@ RAMP = 0.63
 tile (first operands in, result out) take as long as its products: 96 on an A100, where it was assumed; twice as deep
 where products are twice as fast."""
 
-
+POWER = 0.7
+"""Power of a card's limit in watts that its products' speed grows with: steps take 10 to 15 % longer on an H100 of 600
+than of 700 W (factryze.ai/scale-atlas/power/power-capping)."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.88), (8, 0.72))
 """Speed of products by the power of two that divides their dims: rows of operands that begin within a line of memory
 are loaded in smaller pieces (the same guide; the fractions are assumed)."""
@@ -90,6 +92,15 @@ class Device:
             legal = ", ".join(self.flops)
             raise ConfigError(f"{self.name} has no figure for products in {dtype}. Legal are {legal}.")
         return self.flops[dtype] * self.efficiency.get(dtype, self.efficiency.get("default", 0.75))
+
+    def limited_to(self, watts: float, power: float) -> Device:
+        """Return the device with a limit of ``watts`` in place of its own."""
+        slower = (watts / power) ** POWER
+        return replace(
+            self,
+            efficiency={name: slower * part for name, part in self.efficiency.items()},
+            attention={k: AttentionSpeed(slower * s.forward, slower * s.backward) for k, s in self.attention.items()},
+        )
 
     @cached_property
     def half(self) -> str:
@@ -183,6 +194,8 @@ class Machines:
         inside: link within a node.
         across: link between nodes, for each device.
         launch_s: seconds between the call of a collective and its first byte.
+        paired: devices of a node that are joined two by two, so that a group has only the links between its own; 0: a
+            switch joins them.
     """
 
     device: Device
@@ -191,6 +204,11 @@ class Machines:
     inside: Link
     across: Link
     launch_s: float = 8e-6
+    paired: int = 0
+
+    def inside_speed(self, ranks: int) -> float:
+        """Return the bytes per second of one device to the others of a group of ``ranks`` within a node."""
+        return self.inside.speed * ((ranks - 1) / (self.paired - 1) if self.paired else 1.0)
 
     @property
     def words(self) -> str:
@@ -233,7 +251,7 @@ def _ring_s(moved: float, group: Group, machines: Machines) -> float:
     if ranks <= 1 or moved <= 0:
         return 0.0
     inside = group.in_node(machines)
-    speed = machines.inside.speed if inside > 1 else math.inf
+    speed = machines.inside_speed(inside) if inside > 1 else math.inf
     if ranks > inside:
         speed = min(speed, machines.across.speed * inside)
     # the latency of one pass: a ring within nodes, a tree between many nodes
@@ -373,4 +391,11 @@ def machines(gpu: str, gpus: int, *, per_node: int = 0, across: str = "") -> Mac
         )
     inside = link("nvlink" if sheet["nvlink"] >= 100e9 else "pcie", sheet["nvlink"])
     between = link_across(across) if across else link("infiniband", sheet["network"])
-    return Machines(device(card), gpus, min(per_node, gpus), inside, between)
+    return Machines(device(card), gpus, min(per_node, gpus), inside, between, paired=paired(card, per_node))
+
+
+def paired(card: str, per_node: int) -> int:
+    """Return the devices of such a node if they are joined two by two, else 0: boards of four have no switch."""
+    sheet = sheets()[card]
+    boards = sheet["nvlink"] >= 100e9 and per_node == 4 and sheet["domain"] == 8
+    return per_node if boards or not sheet.get("switched", True) else 0

@@ -255,6 +255,7 @@ class MixtureRun:
         waits: whether the host waits in each forward for the numbers of rows that experts get.
         grouped: whether kernels take all of a rank's experts at once, not one after the other.
         weighs_inside: whether a token's weights multiply inside its experts, so that their outputs need not be saved.
+        pads: whether experts get as many rows each as the fullest one.
         stashes: whether rows that experts save for their backward are copied out of buffers of fixed size, which a
             graph of a whole step needs.
     """
@@ -263,6 +264,7 @@ class MixtureRun:
     waits: bool = True
     grouped: bool = True
     weighs_inside: bool = False
+    pads: bool = False
     stashes: bool = False
 
 
@@ -290,14 +292,18 @@ class Execution:
             products of queries, keys and values (core), attention modules with their linear layers (selective), whole
             blocks (full).
         recomputed: fraction of the blocks that ``recompute`` is about.
+        stops_early: whether computing a block again ends once its backward has all it reads, before its last product
+            (torch's checkpoint without re-entrant autograd, and graphs, where nothing reads the result).
         named: the mode as users name it, where ``recompute`` stands for another one; "": as there.
         offloads: whether what blocks save rests in host memory until their backward.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
         loss_chunks: chunks of tokens in which head and loss are computed.
+        gathers_logits: whether each rank of the tensor axis computes the loss of all logits.
         logits_copies, chunk_copies: fp32 copies of a microbatch's logits at the loss, such as log-probabilities; and
             how many more there are of a chunk's.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
+        tensor_passes: gathers and reductions of a block's forward over the tensor axis.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
         graphs: parts whose kernels a CUDA graph launches: none, attention and router (partial), all (full).
         mixture: how mixtures of experts are run.
@@ -338,14 +344,17 @@ class Execution:
     fused_rotary: bool = True
     recompute: Literal["none", "modules", "latents", "core", "selective", "full"] = "none"
     recomputed: float = 1.0
+    stops_early: bool = True
     named: str = ""
     offloads: bool = False
     balances_ends: bool = True
     loss_chunks: int = 1
+    gathers_logits: bool = False
     logits_copies: float = 2.0
     chunk_copies: float = 0.0
     hides_gradients: bool = True
     hides_gathers: bool = True
+    tensor_passes: int = 4
     hides_tensor: float = 0.0
     graphs: Literal["none", "partial", "full"] = "none"
     mixture: MixtureRun = MixtureRun()

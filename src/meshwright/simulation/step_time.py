@@ -106,7 +106,10 @@ def block_times(block: BlockShape, job: Job) -> BlockTimes:
     if run.recompute == "full":
         back.add_all(ahead, run.recomputed)
         if layout.tp > 1:  # the last message of the recomputed forward has no reader
-            back.add(Cost.TENSOR, -messages.get(Cost.TENSOR, 0.0) / 4)
+            back.add(Cost.TENSOR, -messages.get(Cost.TENSOR, 0.0) / run.tensor_passes)
+        if run.stops_early and block.experts is None:
+            last = three_products(job, job.tokens, *rank_part(block.products[-1], layout.tp))[0]
+            back.add(Cost.PRODUCTS, -run.recomputed * last)
     elif run.recompute == "latents":
         back.add(Cost.PRODUCTS, attention_products(block, job, from_latents=True))
     elif run.recompute in ("core", "selective"):
@@ -133,7 +136,7 @@ def _products(block: BlockShape, job: Job) -> tuple[float, float, float, float]:
         copies, experts = job.expert_copies(block), block.experts.number / job.layout.ep
         for product in block.experts.products:
             f, w, i = three_products(job, copies / experts, product.depth, product.columns, experts)
-            scale = job.execution.imbalance if job.layout.ep > 1 else 1.0
+            scale = job.execution.imbalance if job.layout.ep > 1 or job.execution.mixture.pads else 1.0
             forward, weights, inputs = forward + scale * f, weights + scale * w, inputs + scale * i
     return forward, weights * job.execution.trained, inputs, deferred * job.execution.trained
 
@@ -194,7 +197,7 @@ def _messages(block: BlockShape, job: Job) -> dict[Cost, float]:
     found: dict[Cost, float] = {}
     moved = job.tokens * block.hidden * run.compute_bytes
     if layout.tp > 1:
-        passes = 4 if block.experts is None or block.experts.shared else 2
+        passes = run.tensor_passes if block.experts is None or block.experts.shared else 2
         seconds = passes * machines.gather_s(moved, job.tensor_group)
         found[Cost.TENSOR] = seconds * (1 - run.hides_tensor)
     if layout.cp > 1 and block.attention:
@@ -321,11 +324,15 @@ class Kinds:
         moved = job.tokens * model.hidden * job.execution.compute_bytes
         one = device.product_s(job.tokens, columns, model.hidden, device.half)
         # cast to fp32, maximum, exponentials and their sum; in backward the softmax, its difference, its cast
-        traffic = heads * device.traffic_s(job.tokens * columns * 14)
+        traffic, logits = heads * device.traffic_s(job.tokens * columns * 14), job.tokens * model.vocab
+        loss = Costs({Cost.PRODUCTS: heads * one, Cost.TRAFFIC: traffic})
+        if job.execution.gathers_logits and job.layout.tp > 1:
+            traffic = loss[Cost.TRAFFIC] = traffic * job.layout.tp
+            loss.add(Cost.TENSOR, heads * job.machines.gather_s(logits * job.execution.compute_bytes, job.tensor_group))
         self.ends = (
             Costs({Cost.TRAFFIC: device.traffic_s(2 * moved)}),
             Costs({Cost.TRAFFIC: device.traffic_s(3 * moved)}),
-            Costs({Cost.PRODUCTS: heads * one, Cost.TRAFFIC: traffic}),
+            loss,
             Costs({Cost.PRODUCTS: heads * 2 * one, Cost.TRAFFIC: traffic}),
         )
 
