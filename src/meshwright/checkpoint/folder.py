@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .store import Location, Store, place_of, probe, store_of
 PARTIAL = ".partial"
 """Suffix of a folder that is being written; it is never read."""
 LEFTOVER = re.compile(
-    r"(pieces-[0-9a-f]{8}-\d{5}|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors|manifest\.json\.new-\d+"
+    r"(pieces-[0-9a-f]{8}-\d{5}|shard-\d{5}-model-\d{5}-of-\d{5})\.safetensors|manifest\.json\.(new-\d+|damaged)"
 )
 """Name of a file that a save may leave in a checkpoint's folder, besides the manifest; of older releases too."""
 
@@ -85,17 +85,20 @@ class CheckpointFolder:
             return str(error)
         return f"{found[0]} ({len(found)} files in all)" if len(found) > 1 else "".join(found)
 
-    def newest(self) -> tuple[Location | None, list[str]]:
+    def newest(self, damaged: Mapping[int, str] | None = None) -> tuple[Location | None, list[str]]:
         """Return the newest whole checkpoint, and why newer ones are not used; None where there is none at all.
 
         It follows from what is there: no file says it, so none can say it wrongly.
+
+        Args:
+            damaged: steps whose contents were found to be damaged, and how.
 
         Raises:
             IntegrityError: there are checkpoints, and none is whole, or a newer release wrote the newest.
         """
         problems: list[str] = []
         for step in reversed(self.steps()):
-            if not (problem := self.problem(step)):
+            if not (problem := (damaged or {}).get(step) or self.problem(step)):
                 return self.of_step(step), problems
             problems.append(problem)
         if problems:
@@ -108,6 +111,15 @@ class CheckpointFolder:
     def latest(self) -> Location | None:
         """Return the checkpoint to continue from, as ``newest`` does."""
         return self.newest()[0]
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged checkpoint's manifest out of use, so that nothing is counted on or refers to it.
+
+        The next save of that step removes what is left.
+        """
+        store, name = place_of(self.of_step(step))
+        store.put(f"{name}/{NAME}.damaged", store.read(f"{name}/{NAME}"))
+        store.remove([f"{name}/{NAME}"])
 
     def half_written(self) -> list[Location]:
         """List folders that interrupted saves left: never read, and cleared by the next save of their step.

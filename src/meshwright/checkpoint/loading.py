@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,13 +22,14 @@ from meshwright.distributed.averaging import begin_anew
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.recompute.kept import restore_streams
 from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.planning.values import NF4_STORED
 
-from .folder import PARTIAL
-from .manifest import Manifest, TensorEntry, describe_file, lacking, locate, with_pieces
+from .folder import PARTIAL, CheckpointFolder, step_of
+from .manifest import DamagedCheckpoint, Manifest, TensorEntry, describe_file, lacking, locate, with_pieces
 from .pieces import PieceEntry, hash_of
 from .saving import finish_saves
 from .state import (
@@ -40,10 +42,12 @@ from .state import (
 )
 from .store import Location, ReadInto, place_of
 
+log = logging.getLogger("meshwright")
 Result = TypeVar("Result")
 
 READERS = 8
 """Threads that read and hash."""
+NOTHING = "Nothing was loaded; use an older one, or copy it again."
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,44 @@ def load(
     return manifest.extra
 
 
+def load_newest(
+    folder: CheckpointFolder,
+    use: Callable[[Location], Result],
+    say: Callable[[str], object] = log.warning,
+    *,
+    set_aside: bool = False,
+) -> tuple[Location, Result] | None:
+    """Use a run's newest checkpoint; where it turns out to be damaged, the newest that is whole. Collective.
+
+    Args:
+        use: reads a checkpoint on every rank, and raises DamagedCheckpoint on all if one of them finds it damaged.
+        say: told, on the first rank, of each newer one that is damaged.
+        set_aside: take damaged ones out of use once an older one was read (``CheckpointFolder.set_aside``).
+
+    Returns:
+        The checkpoint that was used, and what ``use`` returned; None where there is none.
+
+    Raises:
+        IntegrityError: none is whole, a newer release wrote the newest, or the store fails.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        look = agree.together(lambda: folder.newest(damaged), here=is_rank_zero())
+        location, problems = agree.from_rank_zero(look)
+        if location is None:
+            return None
+        try:
+            result = use(location)
+        except DamagedCheckpoint as error:
+            damaged[step_of(location)] = str(error).removesuffix(f". {NOTHING}")
+            continue
+        for problem in problems if is_rank_zero() else ():
+            say(f"{problem}: this checkpoint is not used, and {location} is read instead")
+        if set_aside:
+            agree.together(lambda: [folder.set_aside(step) for step in damaged], here=is_rank_zero())
+        return location, result
+
+
 def open_manifest(path: Location) -> Manifest:
     """Read a checkpoint's manifest on every rank; IntegrityError on all ranks where one cannot."""
     if str(path).endswith(PARTIAL):
@@ -208,9 +250,7 @@ def verify_files(path: Location, manifest: Manifest) -> None:
 
     problems = [text for texts in agree.everybody_says(agree.together(look)) for text in texts]
     if problems:
-        raise IntegrityError(
-            f"the checkpoint is damaged: {'; '.join(problems)}. Nothing was loaded; use an older one, or copy it again."
-        )
+        raise DamagedCheckpoint(f"the checkpoint is damaged: {'; '.join(problems)}. {NOTHING}")
 
 
 def _check_model(
@@ -369,14 +409,11 @@ def read_tensors(tensors: dict[str, Tensor], path: Location, manifest: Manifest,
         try:
             return action()
         except (IntegrityError, ConfigError) as error:
-            raise IntegrityError(f"the checkpoint {path} is damaged: {error}. {then}") from error
+            raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {error}. {then}") from error
         except OSError as error:
             raise IntegrityError(f"the checkpoint {path} could not be read: {error}. {then}") from error
 
-    nothing, half = (
-        "Nothing was loaded; use an older one.",
-        "The model now holds a part of it: load one before using it.",
-    )
+    nothing, half = NOTHING, "The model now holds a part of it: load one before using it."
     found = agree.together(lambda: worded(plan, nothing)) or []
     agree.together(lambda: worded(lambda: read(first, keep=False), nothing))
     twice = {id(reading.into) for reading in first}

@@ -34,6 +34,10 @@ class NewerManifest(IntegrityError):
     """A manifest that this release cannot read."""
 
 
+class DamagedCheckpoint(IntegrityError):
+    """A checkpoint that is not as it was written: an older one may be whole."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     shape: tuple[int, ...]
@@ -127,7 +131,7 @@ class Manifest:
                 "is no checkpoint: it has no manifest, which is written last, so its writing was never finished"
             )
             is_there = folder in store.folders()
-            raise IntegrityError(f"{store.where(folder)} {unfinished if is_there else 'does not exist'}") from None
+            raise DamagedCheckpoint(f"{store.where(folder)} {unfinished if is_there else 'does not exist'}") from None
         try:
             content = json.loads(text)
             if content["version"] not in (1, VERSION):
@@ -165,7 +169,7 @@ class Manifest:
                 raise TypeError("extra, optimizer, plan, left_out, model, base or in_4_bits is of another type")
             return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(
+            raise DamagedCheckpoint(
                 f"{path} is damaged ({type(error).__name__}: {error}); this checkpoint cannot be trusted"
             ) from error
 

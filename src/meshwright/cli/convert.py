@@ -15,6 +15,7 @@ from meshwright.core.errors import ConfigError
 from .arguments import open_run, refuse_rest
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.store import Location
     from meshwright.training.run.convert import ExportedModel
 
 
@@ -76,6 +77,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--base {base}: the run {run} trained a whole model, no adapters; leave --base out")
     if like is not None and form != "hf":
         raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
+    from meshwright.checkpoint.loading import load_newest
     from meshwright.training.run.convert import convert
     from meshwright.training.run.folder import RunFolder
 
@@ -85,7 +87,12 @@ def run(argv: list[str]) -> int:
 
         counterpart = of_decoder(folder, config, like)
     checkpoint = RunFolder(folder).checkpoint(step)
-    written = convert(folder, checkpoint, config, out, form, base, like=counterpart, dtype=dtype)
+
+    def write(at: Location) -> ExportedModel:
+        return convert(folder, at, config, out, form, base, like=counterpart, dtype=dtype)
+
+    found = load_newest(RunFolder(folder).checkpoints, write) if step is None else None
+    written = found[1] if found else write(checkpoint)
     in_4_bits = config.techniques.quantize_frozen != "none"
     _say(written, form, f"{base or config.model.hf}{', held in 4 bits as it was in training,' * in_4_bits}")
     if not written.has_tokenizer:

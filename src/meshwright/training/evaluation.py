@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from meshwright.checkpoint.store import Location
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.cache import open_parts
@@ -137,7 +138,6 @@ def _opened(
 
 # --- run an evaluation on the ranks of a launcher, or on worker processes of this host
 
-Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
@@ -180,7 +180,7 @@ def resolved_layout(layout: Layout, process: ProcessConfig, *, is_open: bool) ->
     return layout.resolve(count, ranks_per_node=count), count
 
 
-def on_ranks(job: Callable[[Request], Result], request: Request, count: int, *, insists: bool) -> Result:
+def on_ranks(job: Callable[[Any], Result], request: Any, count: int, *, insists: bool) -> Result:
     """Run ``job(request)`` here, or on ``count`` worker processes, and return rank 0's result.
 
     Args:
@@ -190,21 +190,22 @@ def on_ranks(job: Callable[[Request], Result], request: Request, count: int, *, 
         MeshwrightError: a rank refused the request or failed; the text is for the user.
     """
     if count == 1:
-        return ended(job, request)
+        return ended(job, request)[0]
     pool = WorkerPool(count, oversubscribe=insists)
     with closing(pool):
         try:
-            return pool.run(ended, job, request)[0]
+            result, request.placed.opened.checkpoint = pool.run(ended, job, request)[0]
+            return result
         except WorkerFailed as failure:
             raise for_the_user(failure) from None
 
 
-def ended(job: Callable[[Any], Result], request: Any) -> Result:
-    """Run a job, and tear down the process group that it brought up."""
+def ended(job: Callable[[Any], Result], request: Any) -> tuple[Result, Location | None]:
+    """Run a job, tear down the process group that it brought up, and return also the checkpoint that was read."""
     from meshwright.distributed.setup import destroy_distributed
 
     try:
-        return job(request)
+        return job(request), request.placed.opened.checkpoint
     finally:
         destroy_distributed()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.checkpoint.background import Saver
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.loading import load
+from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
@@ -152,14 +153,13 @@ class Checkpointing:
             IntegrityError, ConfigError: the checkpoint cannot be loaded.
         """
         for leftover in self.folder.half_written():
-            self.say(f"{leftover} was never finished (an interrupted save); it is not used")
-        latest, problems = agree.from_rank_zero(agree.together(self.folder.newest, here=is_rank_zero()))
-        for problem in problems:
-            self.say(f"{problem}: this checkpoint is not used")
-        if latest is None:
-            return False
+            self.say(f"{leftover} was never finished (an interrupted save), or is damaged; it is not used")
+        given: dict[str, Any] = {"optimizer": self.r.optimizer.optimizer, "restore_options": False}
         with timeline.phase("checkpoint"):
-            extra = load(self.r.model, latest, optimizer=self.r.optimizer.optimizer, restore_options=False)
+            found = load_newest(self.folder, lambda at: load(self.r.model, at, **given), self.say, set_aside=True)
+        if found is None:
+            return False
+        latest, extra = found
         try:
             *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
             self.at.skipped_in_a_row = int(extra["state"].get("skipped_in_a_row", 0))

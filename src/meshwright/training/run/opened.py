@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import meshwright.checkpoint as checkpoint
 from meshwright.checkpoint.folder import step_of
 from meshwright.checkpoint.huggingface import pretrained
+from meshwright.checkpoint.loading import load_newest
 from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.dtypes import canonical_dtype
@@ -51,7 +52,7 @@ from meshwright.training.run.occupancy import held_by
 # --- open a run's checkpoint, or a folder of transformers' files, on any layout
 
 
-@dataclass(frozen=True)
+@dataclass
 class Opened:
     """A model that was trained, and its tokenizer. Ranks get equal ones, and each builds its part of the model.
 
@@ -59,6 +60,7 @@ class Opened:
         path: the folder that was opened.
         config: the run's config; of a folder of transformers' files, one that names it.
         checkpoint: folder of the run's checkpoint; None: the weights are transformers' files.
+        is_newest: whether an older checkpoint is read where that one is damaged.
         base: folder of the weights beside which the run's adapters stand.
         named_tokenizer: tokenizer of a folder of transformers' files.
     """
@@ -68,10 +70,11 @@ class Opened:
     checkpoint: Location | None = None
     base: Path | None = None
     named_tokenizer: str = ""
+    is_newest: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to worker processes without what was read."""
-        return type(self), (self.path, self.config, self.checkpoint, self.base, self.named_tokenizer)
+        """Travel to worker processes, and back, without what was read."""
+        return type(self), tuple(getattr(self, own.name) for own in fields(self))
 
     @classmethod
     def of_run(cls, folder: Path, config: Config, step: int | None = None, base: Path | None = None) -> Opened:
@@ -82,7 +85,7 @@ class Opened:
         """
         found = checkpoint_of(folder, config, step)
         weights_beside_adapters(folder, config, base)
-        return cls(folder, with_kept_model(config, folder), found, base)
+        return cls(folder, with_kept_model(config, folder), found, base, is_newest=step is None)
 
     @classmethod
     def of_folder(cls, folder: Path, config: Config, tokenizer: str = "") -> Opened:
@@ -176,7 +179,10 @@ class Opened:
             weights = weights_beside_adapters(self.path, self.config, self.base)
             weights = checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
         model = parallelize(module, mesh, plan=plan, weights=weights)
-        if self.checkpoint is not None:
+        if self.is_newest:
+            found = load_newest(RunFolder(self.path).checkpoints, lambda at: checkpoint.load(model, at))
+            self.checkpoint = found and found[0]
+        elif self.checkpoint is not None:
             checkpoint.load(model, self.checkpoint)
         return model
 
