@@ -248,6 +248,46 @@ def test_a_store_that_fails_is_asked_again_and_then_named(monkeypatch):
     assert store.read("x") == b"1"
 
 
+def test_a_store_that_lists_late_is_asked_for_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(RemoteStore, "files", lambda self, folder="": {})
+    location = written(f"memory://{tmp_path.name}", 1)
+    assert equal(read(location), VALUES)
+
+
+def test_a_file_that_cannot_be_read_now_sends_nobody_to_an_older_checkpoint(tmp_path, monkeypatch):
+    place = f"memory://{tmp_path.name}"
+    written(place, 1)
+    location = written(place, 2, after=1)
+    whole = RemoteStore.read
+
+    def denied(self, name, *args):
+        if name == f"step-00000002/{NAME}":
+            raise PermissionError("denied")
+        return whole(self, name, *args)
+
+    monkeypatch.setattr(RemoteStore, "read", denied)
+    with pytest.raises(IntegrityError, match=f"{location}/{NAME} could not be read: denied"):
+        CheckpointFolder(place).newest()
+
+
+def test_what_may_not_be_listed_or_written_is_said_in_a_sentence(monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError("Access Denied")
+
+    memory = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(memory, "ls", denied)
+    monkeypatch.setattr(memory, "pipe_file", denied)
+    with pytest.raises(ConfigError, match="memory://closed/ cannot be listed .*Access Denied.*may list and read"):
+        CheckpointFolder("memory://closed").newest()
+    with pytest.raises(ConfigError, match="memory://closed cannot be written .*Access Denied.*may write to"):
+        CheckpointFolder("memory://closed").refuse_others({})
+
+
+def test_an_address_of_a_folder_on_disk_is_its_path(tmp_path):
+    location = written(f"file://{tmp_path}/far", 1)
+    assert location == tmp_path / "far/step-00000001" and equal(read(f"local://{location}"), VALUES)
+
+
 def test_of_two_jobs_that_save_one_step_the_second_is_refused(tmp_path):
     place = f"memory://{tmp_path.name}"
     written(place, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.core.errors import ConfigError, IntegrityError
 
-from .manifest import NAME, STEP, Manifest, NewerManifest, lacking, locate
+from .manifest import NAME, STEP, DamagedCheckpoint, Manifest, lacking, locate
 from .store import Location, Store, place_of, probe, store_of
 
 PARTIAL = ".partial"
@@ -74,14 +74,12 @@ class CheckpointFolder:
         """Say why a step cannot be continued from, as far as its manifest and the sizes of its files tell; "" if not.
 
         Raises:
-            NewerManifest: a newer release wrote it.
+            IntegrityError: a newer release wrote it, or it cannot be read.
         """
         store, folder = place_of(self.of_step(step))
         try:
             found = lacking(store, folder, Manifest.read(self.of_step(step)))
-        except NewerManifest:
-            raise
-        except (IntegrityError, ConfigError) as error:
+        except (DamagedCheckpoint, ConfigError) as error:
             return str(error)
         return f"{found[0]} ({len(found)} files in all)" if len(found) > 1 else "".join(found)
 

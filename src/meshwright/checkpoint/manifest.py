@@ -132,6 +132,8 @@ class Manifest:
             )
             is_there = folder in store.folders()
             raise DamagedCheckpoint(f"{store.where(folder)} {unfinished if is_there else 'does not exist'}") from None
+        except OSError as error:
+            raise IntegrityError(f"{path} could not be read: {error}") from error
         try:
             content = json.loads(text)
             if content["version"] not in (1, VERSION):
@@ -240,7 +242,7 @@ def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int |
     there: dict[str, int] = {}
     for home in {place.rpartition("/")[0] for place in places.values()}:
         there |= store.files(home)
-    return {pack: there.get(place) for pack, place in places.items()}
+    return {pack: there[place] if place in there else store.size(place) for pack, place in places.items()}
 
 
 def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) -> Manifest:

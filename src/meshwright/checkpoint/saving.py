@@ -33,10 +33,8 @@ from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pa
 from .pieces import Known, PieceEntry, write_pieces
 from .snapshot import boxes_of, owners
 from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
-from .store import Buffer, Location, Store, place_of
+from .store import OWN_MEMORY, Buffer, Location, Store, place_of
 
-OWN_MEMORY = "memory://"
-"""Addresses in the memory of one process, where no other process can write."""
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
 

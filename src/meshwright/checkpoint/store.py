@@ -61,6 +61,11 @@ class LocalStore:
             return {}
         return {f"{folder}/{name}" if folder else name: about.st_size for name, about in rows}
 
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, by asking for it alone; None: it is not there."""
+        place = self.root / name
+        return place.stat().st_size if place.is_file() else None
+
     def folders(self) -> list[str]:
         """List the names of the folders at the root."""
         return sorted(entry.name for entry in self.root.iterdir() if entry.is_dir()) if self.root.is_dir() else []
@@ -195,11 +200,23 @@ class RemoteStore:
             return self._try(folder, lambda files, path: files.ls(path, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise ConfigError(
+                f"{self.where(folder)} cannot be listed ({type(error).__name__}: {error}): give an address that the"
+                f" environment's credentials may list and read"
+            ) from error
 
     def files(self, folder: str = "") -> dict[str, int]:
         """Map the names of the objects in a folder to their sizes; of no folder: {}."""
         found = {row["name"].rpartition("/")[2]: row["size"] for row in self._rows(folder) if row["type"] == "file"}
         return {f"{folder}/{name}" if folder else name: size for name, size in found.items()}
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of an object, by asking for it alone (a listing may be late); None: it is not there."""
+        try:
+            return self._try(name, lambda files, path: files.size(path))
+        except FileNotFoundError:
+            return None
 
     def folders(self) -> list[str]:
         """List the names of the folders at the root."""
@@ -258,12 +275,20 @@ class RemoteStore:
 
 
 Store = LocalStore | RemoteStore
+OWN_MEMORY = "memory://"
+"""Addresses in the memory of one process, where no other process can write."""
+ON_DISK = ("file://", "local://")
 Location = Path | str
 """A folder on disk, or an address like s3://bucket/run/step-00000100."""
 
 
-def probe(store: Store) -> None:
-    """Write and remove a small file. Raises ConfigError where that cannot be."""
+def probe(store: Store, ranks: int = 1) -> None:
+    """Write and remove a small file. Raises ConfigError where that cannot be, or not by every rank."""
+    if ranks > 1 and str(store).startswith(OWN_MEMORY):
+        raise ConfigError(
+            f"{store} is in the memory of one process, and {ranks} would save there: give a folder or a bucket, or"
+            f" --process.count=1"
+        )
     name = f".probe-{os.getpid()}"
     try:
         store.put(name, b"meshwright")
@@ -276,19 +301,25 @@ def probe(store: Store) -> None:
 
 
 def is_remote(location: object) -> bool:
-    """Return whether a location is an address, like s3://bucket/folder."""
-    return isinstance(location, str) and "://" in location
+    """Return whether a location is an address, like s3://bucket/folder; one of a folder on disk is a path."""
+    return isinstance(location, str) and "://" in location and not location.startswith(ON_DISK)
+
+
+def path_of(location: Location) -> Path:
+    """Return the path of a folder on disk, which may be written as file://PATH or local://PATH."""
+    text = str(location)
+    return Path(next((text.removeprefix(scheme) for scheme in ON_DISK if text.startswith(scheme)), text)).expanduser()
 
 
 def store_of(root: Location) -> Store:
     """Return the store of everything below a folder."""
-    return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(Path(root))
+    return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(path_of(root))
 
 
 def place_of(location: Location) -> tuple[Store, str]:
     """Return the store that holds a checkpoint's folder, and the folder's name in it."""
     if not is_remote(location):
-        above, name = os.path.split(os.path.abspath(location))
+        above, name = os.path.split(os.path.abspath(path_of(location)))
         return LocalStore(Path(above)), name
     above, slash, name = str(location).rstrip("/").rpartition("/")
     if not slash or above.endswith("/"):

@@ -15,7 +15,7 @@ from typing import Literal
 from meshwright.checkpoint.copying import clear, copy, listed, verify
 from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.store import Location, is_remote, place_of
+from meshwright.checkpoint.store import Location, is_remote, path_of, store_of
 from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError
@@ -45,9 +45,8 @@ def run(argv: list[str]) -> int:
             "meshwright checkpoint needs one of ls, verify, gc, copy and the folder of a run; copy, a new folder too"
         )
     action, place = argv[0], argv[1]
-    at: Location = place if is_remote(place) else Path(place)
-    store, name = place_of(at)
-    is_one = f"{name}/{NAME}" in store.files(name)
+    at: Location = place if is_remote(place) else path_of(place)
+    is_one = NAME in store_of(at).files()
     folder = checkpoints_of(at) if isinstance(at, Path) and (at / "config.toml").is_file() else CheckpointFolder(at)
     steps = [] if is_one else folder.steps()
     if not is_one and not steps and action != "gc":
@@ -59,7 +58,7 @@ def run(argv: list[str]) -> int:
     if action == "copy":
         chosen = at if is_one else folder.latest() if options.step is None else folder.of_step(options.step)
         assert chosen is not None
-        target = argv[2] if is_remote(argv[2]) else Path(argv[2])
+        target = argv[2] if is_remote(argv[2]) else path_of(argv[2])
         files = copy(chosen, target, int(options.format)).files
         print(f"copied {chosen} to {argv[2]} ({bytes_text(sum(entry.bytes for entry in files.values()))}, proven)")
         return 0

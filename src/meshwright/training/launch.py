@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from meshwright.checkpoint.store import probe, store_of
 from meshwright.core.axes import WORLD_AXES
 from meshwright.core.devices import gpu_count
 from meshwright.core.errors import ConfigError, MeshwrightError
@@ -55,6 +56,8 @@ def launch(config: Config) -> int:
         if is_rank_zero():
             print(words)
         return 0
+    if config.checkpoint.folder and is_rank_zero():
+        probe(store_of(config.checkpoint.folder), max(count, world))
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count, oversubscribe=bool(config.process.count))

@@ -7,14 +7,15 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.manifest import NAME as MANIFEST
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.config import load_toml, to_toml
 from meshwright.core.config.read import shown
 from meshwright.core.errors import ConfigError, command
 from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
 from meshwright.training.fine_tuning import length_follows
-from meshwright.training.run.occupancy import is_occupied, latest_checkpoint
+from meshwright.training.run.occupancy import is_occupied
 
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
@@ -57,16 +58,18 @@ def completed(config: Config) -> str:
     folder = Path(config.run).expanduser()
     kept = [one for one in (read_request(folder, RESOLVED), read_request(folder)) if one] if config.run else []
     asks_more = length_follows(config) or config.model.trust_remote_code or config.check_trace
-    name = "" if asks_more or not kept else latest_checkpoint(folder)
-    manifest = folder / "checkpoints" / name / MANIFEST
     is_same = any(
         (one.model, one.adapters, one.data, one.seed) == (config.model, config.adapters, config.data, config.seed)
         for one in kept
     )
-    if not (name and is_same and manifest.is_file() and read_object(folder / IDENTITY)) or is_occupied(folder):
+    if asks_more or not is_same or is_occupied(folder):
         return ""
+    place = config.checkpoint.folder
     try:
-        step = int(read_object(manifest)["extra"]["state"]["step"])
+        latest = (CheckpointFolder(place) if place else checkpoints_of(folder)).latest()
+        if latest is None or not read_object(folder / IDENTITY):
+            return ""
+        step = int(Manifest.read(latest).extra["state"]["step"])
     except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it
         return ""
     return words_of_complete(folder, step, config.steps) if step >= config.steps else ""
