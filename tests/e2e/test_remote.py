@@ -82,7 +82,9 @@ class Verbs:
             "inspect": said("inspect", folder),
         }
         return {
-            verb: text.replace(place.removeprefix("file://"), "PLACE").replace(str(folder), "RUN").replace(str(new), "NEW")
+            verb: text.replace(place.removeprefix("file://"), "PLACE")
+            .replace(str(folder), "RUN")
+            .replace(str(new), "NEW")
             for verb, text in found.items()
         }
 

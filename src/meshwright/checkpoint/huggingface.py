@@ -38,6 +38,7 @@ from meshwright.planning.techniques import Techniques
 
 from .loading import load_model_tensors
 from .manifest import NAME
+from .mirror import model_folder
 from .tensor_files import Source, Stored, TensorFiles, sources
 
 # --- load weights from a Hugging Face folder
@@ -61,7 +62,7 @@ class Pretrained:
     """
 
     def __init__(self, folder: str | Path, adapter: str | Path = ""):
-        self.folder = Path(folder).expanduser()
+        self.folder = model_folder(folder)
         self.adapter = Path(adapter).expanduser() if str(adapter) else None
         self.bytes_read = 0
 
@@ -85,14 +86,13 @@ class Pretrained:
             IntegrityError: a file cannot be read.
         """
         digest = hashlib.sha256()
+        files = TensorFiles(self.folder)
         try:
-            for path in sorted({tensor.file for tensor in TensorFiles(self.folder).tensors.values()}):
-                size = path.stat().st_size
-                digest.update(f"{path.name} {size}".encode())
-                with open(path, "rb") as file:
-                    for place in range(0, size, max(SAMPLED_BYTES, size // SAMPLES)):
-                        file.seek(place)
-                        digest.update(file.read(SAMPLED_BYTES))
+            for name in sorted({tensor.file for tensor in files.tensors.values()}):
+                size = files.store.size(name) or 0
+                digest.update(f"{Path(name).name} {size}".encode())
+                for place in range(0, size, max(SAMPLED_BYTES, size // SAMPLES)):
+                    digest.update(files.store.read(name, place, min(SAMPLED_BYTES, size - place)))
         except OSError as error:
             raise IntegrityError(f"{self.folder}: its weights could not be read ({error})") from error
         return digest.hexdigest()
@@ -144,7 +144,7 @@ class Pretrained:
 
 
 def pretrained(folder: str | Path, adapter: str | Path = "") -> Pretrained:
-    """Open a Hugging Face folder for ``parallelize(model, mesh, weights=…)``; nothing is read yet.
+    """Open a Hugging Face folder, or one at an address, for ``parallelize(model, mesh, weights=…)``.
 
     Args:
         adapter: folder of peft's with the weights at which the model's adapters begin; "": they are drawn.

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +23,8 @@ from meshwright.core.files import inside, read_json, refuse_pointer
 from meshwright.introspection.module_kinds import brings_initialiser
 
 from .manifest import read_header
-from .store import LocalStore
+from .mirror import weights_store
+from .store import RemoteStore
 
 # --- read slices from a folder's safetensors files in Hugging Face's layout
 
@@ -41,14 +44,20 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 Cut = tuple[slice, ...]
+GAP = 1 << 16
+"""Bytes that are rather read from an address than left out by one more request."""
+PART = 1 << 24
+"""Bytes of a request at most."""
+READERS = 8
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place, shape and dtype of one tensor in a file."""
+    """The place, shape and dtype of one tensor in a file of the folder."""
 
     name: str
-    file: Path
+    file: str
+    begin: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -65,6 +74,7 @@ class TensorFiles:
 
     Attributes:
         tensors: the stored tensors by name.
+        store: where the files are.
         bytes_read: bytes of all slices requested so far, at the dtype of the file.
 
     Raises:
@@ -75,19 +85,88 @@ class TensorFiles:
 
     def __init__(self, folder: str | Path, file: str = ""):
         self.folder = Path(folder).expanduser()
+        self.store = weights_store(self.folder)
         files = [(inside(self.folder, file), None)] if file else _files(self.folder)
-        self.tensors = {tensor.name: tensor for path, names in files for tensor in _header(path, names)}
+        self.tensors = {tensor.name: tensor for path, names in files for tensor in self._header(path, names)}
         self.bytes_read = 0
-        self._open: dict[Path, Any] = {}
+        self._open: dict[str, Any] = {}
 
     def read(self, name: str, cut: Cut) -> Tensor:
         """Read a part of a tensor to the CPU, in the dtype of the file."""
         stored = self.tensors[name]
+        if isinstance(self.store, RemoteStore):
+            return self._by_ranges(stored, [own.indices(size)[:2] for own, size in zip(cut, stored.shape, strict=True)])
         if stored.file not in self._open:
-            self._open[stored.file] = safetensors.safe_open(stored.file, framework="pt")  # type: ignore[no-untyped-call]
+            path = self.folder / stored.file
+            self._open[stored.file] = safetensors.safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
         part = self._open[stored.file].get_slice(name)[cut]
         self.bytes_read += part.numel() * part.element_size()
         return part
+
+    def _by_ranges(self, stored: StoredTensor, cut: list[tuple[int, int]]) -> Tensor:
+        """Read a part of a tensor as runs of bytes; gaps between runs that are shorter than GAP are read too."""
+        shape, wide, item = stored.shape, list(cut), stored.dtype.itemsize
+        strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+        dim = len(shape) - 1  # along which the runs are cut
+        while dim > 0 and (shape[dim] - wide[dim][1] + wide[dim][0]) * strides[dim] < GAP:
+            wide[dim] = 0, shape[dim]
+            dim -= 1
+        sizes = [high - low for low, high in wide]
+        if min(sizes, default=1) <= 0:
+            return torch.empty([max(high - low, 0) for low, high in cut], dtype=stored.dtype)
+        buffer = bytearray(math.prod(sizes) * item)
+        run = math.prod(sizes[max(dim, 0) :]) * item
+        corner = stored.begin + (wide[dim][0] * strides[dim] if shape else 0)
+        outer = product(*(range(*span) for span in wide[: max(dim, 0)]))
+        begins = (corner + sum(place * stride for place, stride in zip(at, strides, strict=False)) for at in outer)
+        view = memoryview(buffer)
+        with self.store.opened(stored.file) as read_into, ThreadPoolExecutor(READERS) as pool:
+            taking = [
+                pool.submit(read_into, begin + part, view[number * run + part : number * run + min(part + PART, run)])
+                for number, begin in enumerate(begins)
+                for part in range(0, run, PART)
+            ]
+            for one in taking:
+                one.result()
+        self.bytes_read += len(buffer)
+        inner = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(cut, wide, strict=True))
+        return torch.frombuffer(buffer, dtype=stored.dtype).reshape(sizes)[inner]
+
+    def _header(self, path: Path, expected: set[str] | None) -> list[StoredTensor]:
+        """List the tensors that a file's header has, after comparing it with the file's size and the index."""
+        refuse_pointer(path)
+        file = str(path.relative_to(self.folder))
+        header, first = read_header(self.store, file)
+        header.pop("__metadata__", None)
+        if expected is not None and (lacking := expected - header.keys()):
+            raise IntegrityError(
+                f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds"
+            )
+        found = []
+        try:
+            for name, entry in header.items():
+                if expected is not None and name not in expected:
+                    continue
+                shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+                if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+                    raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
+                if entry["dtype"] not in DTYPES:
+                    raise UnsupportedError(
+                        f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}."
+                        f" Dequantize the model first"
+                    )
+                dtype = DTYPES[entry["dtype"]]
+                if end - begin != math.prod(shape) * dtype.itemsize:
+                    raise IntegrityError(
+                        f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has"
+                        f" {end - begin:,} bytes"
+                    )
+                found.append(StoredTensor(name, file, first + begin, shape, dtype))
+        except (ValueError, KeyError, TypeError) as error:
+            raise IntegrityError(
+                f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})"
+            ) from None
+        return found
 
 
 def holds_weights(folder: Path) -> bool:
@@ -132,39 +211,6 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
         yield inside(folder, SINGLE), None
     else:
         raise ConfigError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
-
-
-def _header(path: Path, expected: set[str] | None) -> list[StoredTensor]:
-    """List the tensors that a file's header has, after comparing it with the file's size and the index."""
-    refuse_pointer(path)
-    header, _ = read_header(LocalStore(path.parent), path.name)
-    header.pop("__metadata__", None)
-    if expected is not None and (lacking := expected - header.keys()):
-        raise IntegrityError(f"{path} lacks {sorted(lacking)[0]} ({len(lacking)} in all), which {INDEX} says it holds")
-    found = []
-    try:
-        for name, entry in header.items():
-            if expected is not None and name not in expected:
-                continue
-            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-            if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-                raise ValueError(f"{name}: shape {shape}, bytes {begin} to {end}")
-            if entry["dtype"] not in DTYPES:
-                raise UnsupportedError(
-                    f"{path}: {name} is stored as {entry['dtype']}; weights are read as {', '.join(DTYPES)}. Dequantize"
-                    f" the model first"
-                )
-            dtype = DTYPES[entry["dtype"]]
-            if end - begin != math.prod(shape) * dtype.itemsize:
-                raise IntegrityError(
-                    f"{path} is damaged: {name} of shape {list(shape)} and {entry['dtype']} has {end - begin:,} bytes"
-                )
-            found.append(StoredTensor(name, path, shape, dtype))
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(
-            f"{path} is damaged: its header is none of safetensors ({type(error).__name__}: {error})"
-        ) from None
-    return found
 
 
 # --- map names in Hugging Face files to a model's parameters

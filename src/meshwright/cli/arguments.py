@@ -15,7 +15,7 @@ from meshwright.core.errors import ConfigError, nearest
 from meshwright.core.files import refuse_links_out, replace_text
 from meshwright.introspection.adapter_request import AdapterFolder, holds_adapters
 from meshwright.training.config import Config, ModelConfig, check
-from meshwright.training.fine_tuning import before_data, with_base
+from meshwright.training.fine_tuning import before_data, fetched, with_base
 from meshwright.training.run.request import MODEL_CODE, refuse_code
 from meshwright.training.slurm import FOLDER, LaunchConfig, check_job
 
@@ -142,7 +142,7 @@ def open_model(
     """
     from meshwright.training.run.opened import Opened
 
-    folder = Path(path).expanduser()
+    folder = Path(path := fetched(path)).expanduser()
     if (folder / "config.toml").is_file() or not folder.is_dir():
         _refuse_given(path, "the folder of a run", {"--tokenizer": tokenizer, "--dtype": dtype})
         return Opened.of_run(*open_run(path, trusted=trusted), step, base)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.mirror import model_folder
+from meshwright.checkpoint.store import is_remote
 from meshwright.core.config import is_unset, to_dict, unset
 from meshwright.core.dtypes import canonical_dtype, epochs_text
 from meshwright.core.errors import ConfigError
@@ -85,16 +87,22 @@ def length_follows(config: Config) -> bool:
     return config.epochs is not None or (is_unset(config.steps) and is_fine_tuning(config))
 
 
+def fetched(hf: str) -> str:
+    """Return ``model.hf``, of an address the folder that stands for it."""
+    return str(model_folder(hf)) if is_remote(hf) else hf
+
+
 def before_data(config: Config) -> Config:
     """Return a config with rows, rate and weight decay chosen where they are unset; they stay marked as unset.
 
-    A folder of adapters becomes their base, with the request for such adapters (``with_base``).
+    A model at an address becomes the folder that stands for it (``model_folder``), a folder of adapters their base,
+    with the request for such adapters (``with_base``).
 
     Where no weights in files are trained, only rows change that are longer than the model knows. Training, forecasts,
     rehearsals and evaluation all ask here, so they take the same values. Adapters are always trained beside weights,
     although in a forecast these may lie elsewhere.
     """
-    config = with_base(config)
+    config = with_base(replace(config, model=replace(config.model, hf=fetched(config.model.hf))))
     longest = _longest(config.model)
     if not (is_fine_tuning(config) or (config.model.hf and config.adapters is not None)):
         rows = min(int(config.data.seq_len), longest)

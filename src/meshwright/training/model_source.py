@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.loading import to_be_loaded
+from meshwright.checkpoint.mirror import KEPT
 from meshwright.checkpoint.tensor_files import holds_weights
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import canonical_dtype
@@ -47,7 +48,6 @@ BaseSource = DecoderConfig | CausalLM
 ModelSource = BaseSource | AdaptedModel
 FOLDER = "model"
 """Subfolder of a run with a copy of the small files of its Hugging Face model."""
-KEPT = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 LEFT = ("*.index.json",)
 
 

@@ -19,6 +19,7 @@ from meshwright.checkpoint.folder import PARTIAL, beside
 from meshwright.checkpoint.huggingface import Pretrained, pretrained
 from meshwright.checkpoint.loading import open_manifest
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.mirror import KEPT
 from meshwright.checkpoint.saving import differing
 from meshwright.checkpoint.store import Location
 from meshwright.checkpoint.tensor_files import holds_weights
@@ -27,7 +28,7 @@ from meshwright.core.files import inside, read_object, sync_folder
 from meshwright.introspection.adapted_model import base_name, is_adapter, is_trained_copy
 from meshwright.introspection.source import CONFIG, CausalLM, ModelOrigin, as_module, with_adapters
 from meshwright.training.config import Config
-from meshwright.training.model_source import FOLDER, KEPT, LEFT, TOKENIZER, causal_lm, with_kept_model
+from meshwright.training.model_source import FOLDER, LEFT, TOKENIZER, causal_lm, with_kept_model
 from meshwright.training.run.folder import IDENTITY, RunFolder
 
 # --- find the weights beside which a run's adapters stand
