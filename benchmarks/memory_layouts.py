@@ -5,7 +5,7 @@
 Each layout is drawn from models, axis sizes and techniques, kept if the rules allow it, estimated by the dry run, and
 run on one, two or four processes. Found is the peak of a whole third step, optimizer included, by the account of
 storages. Routers of our decoder choose experts in turn, as the estimate assumes. Exit status 1: an error above 3 %, a
-median above 1 %, or a layout without an estimate.
+median above 1 %, a layout without an estimate, or one that the rules allow and the run refuses.
 
 With ``--tuning`` the steps are those of fine-tuning: adapters (LoRA, DoRA), bases in 4 bits, pairs of answers with a
 reference, optimizer state in 8 bits or in host memory, averages of the steps.
@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from drawn import Drawn, draw
 
-from meshwright.distributed.process.workers import WorkerPool
+from meshwright.distributed.process.workers import WorkerFailed, WorkerPool
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import RankMemory
@@ -266,9 +266,14 @@ def errors_of(results: list[tuple[int, RankMemory, RankMemory, str]]) -> list[fl
 
 def run(each: Callable[[Drawn], list], drawn: list[Drawn], *, shows_rows: bool) -> int:
     """Compare all layouts, print a line for each and a summary, and return the exit status."""
-    errors, unknown = [], []
+    errors, unknown, refused = [], [], 0
     for number, one in enumerate(drawn):
-        results = each(one)
+        try:
+            results = each(one)
+        except WorkerFailed as error:
+            refused += 1
+            print(f"{number:3} refused  {one}: {str(error).strip().splitlines()[-1]}", flush=True)
+            continue
         if why := next((why for *_, why in results if why), ""):
             unknown.append(one)
             print(f"{number:3} -        {one}: {why}", flush=True)
@@ -284,9 +289,9 @@ def run(each: Callable[[Drawn], list], drawn: list[Drawn], *, shows_rows: bool) 
     median, most = statistics.median(sizes), sizes[-1]
     print(
         f"{len(errors)} layouts: median error {median:.2%} (goal {MEDIAN:.0%}), most {most:.2%} (goal {MOST:.0%}),"
-        f" without an estimate {len(unknown)} (goal 0)"
+        f" without an estimate {len(unknown)}, planned and refused by the run {refused} (goals 0)"
     )
-    return int(median > MEDIAN or most > MOST or bool(unknown))
+    return int(median > MEDIAN or most > MOST or bool(unknown) or bool(refused))
 
 
 def main() -> int:

@@ -33,6 +33,8 @@ WAYS = {
     "DDP 2": (Layout(dp_replicate=2, dp_shard=1), "llama", LORA),
     "FSDP 2 x tp 2": (Layout(dp_shard=2, tp=2), "llama", LORA),
     "pp 2": (Layout(dp_shard=1, pp=2), "llama", LORA),
+    "cp 2": (Layout(dp_shard=1, cp=2), "llama", LORA),
+    "cp 2 x pp 2": (Layout(dp_shard=1, cp=2, pp=2), "llama", LORA),
     "ep 2": (Layout(dp_shard=2, ep=2), "qwen3_moe", LORA | {"targets": ["self_attn.*"]}),
     "stacks of experts, FSDP 2": (Layout(dp_shard=2), "qwen3_moe", LORA | {"targets": ["experts.gate_up_proj"]}),
 }

@@ -21,7 +21,7 @@ from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 from meshwright.planning.memory import plan_memory
 from meshwright.planning.plan import Plan as MadePlan
 from meshwright.planning.values import Batch
-from meshwright.training.build import open_trace
+from meshwright.training.build import refuse_early
 from meshwright.training.config import Config
 from meshwright.verification.problem import Problem, RandomBatches
 from meshwright.verification.routes import refuse_unseen
@@ -204,7 +204,7 @@ def test_a_run_in_float8_is_not_checked_against_a_trace():
     with pytest.raises(
         UnsupportedError, match=r"techniques.float8 = rowwise rounds further than a trace \(check_trace\) allows"
     ):
-        open_trace(config)
+        refuse_early(config)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.training.build import build_schedule, open_trace
+from meshwright.training.build import build_schedule, refuse_early
 from meshwright.training.config import Config
 from meshwright.training.optimizer import KINDS, LearningRateSchedule
 from meshwright.training.tracing import traced_facts
@@ -143,7 +143,7 @@ def test_a_config_says_tokens_and_the_warm_up_follows():
 def test_a_trace_refuses_tokens_and_passes_over_guards():
     by_tokens = Config.from_dict({"check_trace": "x.trace", "schedule": {"tokens": 4000}})
     with pytest.raises(UnsupportedError, match="schedule.tokens = 4000: a trace holds the rates of steps"):
-        open_trace(by_tokens)
+        refuse_early(by_tokens)
     with pytest.raises(UnsupportedError, match="schedule.tokens"):
         traced_facts(by_tokens, {}, "float32", 2)
     guarded = Config.from_dict({"optimizer": {"max_loss_deviation": 5.0, "loss_window": 7}})

@@ -13,7 +13,7 @@ from meshwright.core.errors import MissingExtraError, UnsupportedError
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, refuse_absent
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.optimizer import OptimizerPlan
-from meshwright.training.build import build_optimizer, open_trace
+from meshwright.training.build import build_optimizer, refuse_early
 from meshwright.training.config import Config
 from meshwright.verification.verify import verify
 
@@ -40,7 +40,7 @@ def test_without_torchao_its_extra_is_named(monkeypatch, techniques, asked):
 @pytest.mark.parametrize(("techniques", "asked"), WISHES)
 def test_what_rounds_further_is_neither_verified_nor_traced(techniques, asked):
     with pytest.raises(UnsupportedError, match=f"{asked} rounds further than a trace \\(check_trace\\) allows"):
-        open_trace(Config.from_dict({"check_trace": "some.trace", "techniques": techniques}))
+        refuse_early(Config.from_dict({"check_trace": "some.trace", "techniques": techniques}))
     with pytest.raises(UnsupportedError, match=f"{asked}: verify compares steps in full precision"):
         verify(SIZES["debug"], Layout(dp_shard=1), techniques=techniques)
 

@@ -110,13 +110,14 @@ def forecast(config: Config, options: PlanOptions) -> int:
     with _progress() as progress:  # imports take their part of a user's patience
         from meshwright.simulation.foresee import foresee
         from meshwright.simulation.measured import machines_of, notes, profile_of
-        from meshwright.training.build import batch_of, estimated_memory, facts_of
+        from meshwright.training.build import batch_of, estimated_memory, facts_of, refuse_early, refuse_unfit
         from meshwright.training.model_source import model_source, planned_tokenizer
         from meshwright.training.rehearsal import check_same, rehearsals_for, rehearsed_ranks
 
         profile = "" if options.profile is None else str(options.profile)
         cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
         rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
+        refuse_early(config)
         tokenizer = planned_tokenizer(config)
         batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
         answer = foresee(
@@ -132,6 +133,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
             straggler=options.straggler,
         )
     first = answer.candidates[0]
+    refuse_unfit(config, facts, first.plan)
     if options.with_ is not None:
         check_same(options.with_, rehearsals, first.plan, batch)
     drawn = replace(batch, microbatch_rows=first.microbatch)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import check_device_type
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.distributed.context.proof import keep_for_batches
@@ -28,6 +28,7 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.build import plan_for_mesh_sizes
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
+from meshwright.planning.premise_rules import refuse_other_losses
 from meshwright.planning.techniques import Techniques, as_techniques
 from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
@@ -109,7 +110,7 @@ def parallelize(
         if plan is None:
             sizes, device = plan_sizes(mesh), mesh.device_type
             plan = _once(mesh, lambda: plan_for_mesh_sizes(facts, sizes, device, requested, "sum"))
-        _check_early(plan, loss_fn)
+        _check_early(plan, loss_fn, microbatch_rows)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
         if plan is None:
@@ -117,7 +118,7 @@ def parallelize(
             plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=requested)
         elif mesh is not None:
             _refuse_other_mesh(plan, config.resolve(plan.world).sizes)
-        _check_early(plan, loss_fn)
+        _check_early(plan, loss_fn, microbatch_rows)
         layout = replace(config, **plan.sizes)
         if layout.world > 1:
             mesh = build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
@@ -127,14 +128,8 @@ def parallelize(
     adds_up = first_batch.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
 
     def prove() -> dict[str, str]:
-        is_of_logits = loss_fn is None or isinstance(loss_fn, PreferenceLoss)  # the model may have no other terms
-        if is_of_logits and (losses := facts.measurements.premises().losses):
-            raise UnsupportedError(
-                f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a"
-                f" step would train a loss of the logits alone. Return the logits only; or declare the loss of the"
-                f" model: loss_fn=meshwright.Loss(reduction='mean'); or give a function as loss_fn=, which says"
-                f" that logits and labels are all of it."
-            )
+        if loss_fn is None or isinstance(loss_fn, PreferenceLoss):
+            refuse_other_losses(facts)
         return order.prove(facts, plan)
 
     refused = _once(mesh, prove)  # on one rank: a model's small copies are alike
@@ -151,9 +146,9 @@ def parallelize(
     return made
 
 
-def _check_early(plan: Plan, loss_fn: object) -> None:
+def _check_early(plan: Plan, loss_fn: object, microbatch_rows: int) -> None:
     refuse_absent(plan)
-    preference.refuse(loss_fn, plan)
+    preference.refuse(loss_fn, plan, microbatch_rows)
     for note in plan.notes if get_world_info()[0] == 0 else ():
         if LEFT_TO_EVERY_RANK in note:
             log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)

@@ -221,3 +221,14 @@ def may_be_idle(facts: ModelFacts) -> set[str]:
         has_all = True
     alike = set() if has_all else {pattern(n) for n in idle if any(is_within(n, block) for block in facts.blocks)}
     return {p.name for p in facts.parameters if p.name in idle or pattern(p.name) in alike}
+
+
+def refuse_other_losses(facts: ModelFacts) -> None:
+    """Raise UnsupportedError if a model has losses beside its logits, for steps that train a loss of logits alone."""
+    if losses := facts.measurements.premises().losses:
+        raise UnsupportedError(
+            f"the output of {facts.kind} has a loss of its own beside the logits ({', '.join(losses)}), and a step"
+            f" would train a loss of the logits alone. Return the logits only; or declare the loss of the model:"
+            f" loss_fn=meshwright.Loss(reduction='mean'); or give a function as loss_fn=, which says that logits and"
+            f" labels are all of it."
+        )

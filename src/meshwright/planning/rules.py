@@ -296,8 +296,33 @@ def check_batch(plan: Plan, batch: Batch) -> None:
         )
     if plan.context is not None:
         refuse_shorter(batch.seq_len, plan.context.ranks)
+    if batch.pairs:
+        check_pairs(plan, batch.microbatch_rows)
+        if (own := rows // ranks) % 2:
+            step = 2 * ranks
+            near = max(rows // step, 1) * step
+            raise ConfigError(
+                f"batch.global_batch = {rows} rows are {own} for each of {ranks} data ranks, and each pair of answers"
+                f" takes 2. Legal: a multiple of {step}, like {near} or {near + step}"
+            )
     if plan.pipeline is not None:
         check_microbatches(plan.pipeline, rows // ranks, batch.microbatch_rows, batch.rows_together)
+
+
+def check_pairs(plan: Plan, microbatch_rows: int) -> None:
+    """Check that a plan computes the loss of pairs of answers, with so many rows of a forward (0: any).
+
+    Raises:
+        UnsupportedError: nobody has the sum over an answer before its gradients.
+        ConfigError: a forward has half a pair.
+    """
+    if plan.loss is not None:
+        raise UnsupportedError(
+            f"techniques.loss_chunks = {plan.loss.chunks} computes a loss with its gradients in chunks of tokens, and"
+            f" the loss of pairs needs whole answers before any gradient. Set techniques.loss_chunks = 1."
+        )
+    if microbatch_rows % 2:
+        raise ConfigError(f"batch.microbatch = {microbatch_rows} rows would part the two rows of a pair: make it even")
 
 
 def check_data(facts: ModelFacts, batch: Batch) -> None:

@@ -373,6 +373,9 @@ class Foresight:
             f"{job.architecture.name} on {job.machines.gpus} {device.name}{sold}, {job.machines.per_node} per"
             f" node, {job.rows} rows of {job.seq_len} tokens per step"
         )
+        roomy = next((one for one in (*self.candidates, *self.front) if verdict(one.candidate) == "fits"), None)
+        if verdict(first.candidate) == "tight" and roomy is not None:
+            head += f"\ntight; it fits with {', '.join(filter(None, row(roomy.candidate)[:3]))}"
         parts = [
             f"{head}\n{columns([row(one.candidate) for one in self.candidates], HEADS)}",
             "memory of the first: "

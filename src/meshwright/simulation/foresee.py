@@ -33,12 +33,14 @@ from meshwright.simulation.cards import Machines, card_names
 from meshwright.simulation.from_model import job_of_plan, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
-from meshwright.simulation.search import Candidate, Pin, Progress, search
+from meshwright.simulation.search import Candidate, Pin, Progress, divisors, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
 AXES = (("tp",), ("pp",), ("cp",), ("tp", "pp"), ("tp", "cp"), ("pp", "cp"), ("tp", "pp", "cp"))
 """Axes that are done without where rules refuse all of the fastest layouts."""
+BEYOND = 500
+"""Candidates that rules are asked about before no layout is called legal."""
 FASTER = 0.98
 """Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
@@ -251,18 +253,13 @@ class _Question:
             return self._plan(count, layout, techniques, replace(self.batch, microbatch_rows=rows))
 
         legal = partial(legal_on, world)
-        job = self._job(self._plan(world, self.layout, self.techniques, None))
+        job = self._job(self._some_plan())
         kept = tuple(pin for pin in _kept(self.techniques, self.batch) if pin.key not in {p.key for p in self.pins})
-        pins = (*self.pins, *kept)
+        # the loss of pairs is not computed in chunks
+        pins = (*self.pins, *kept, *([Pin("loss_chunks", "=", "1")] if self.batch.pairs else ()))
         works = open_works(job, pins, self.techniques, self._machines, legal_on)
         found = search(job, pins, progress=progress)
-        if not found.best:
-            if found.smallest is None:
-                conditions = " and ".join([f"this batch of {self.batch.global_rows} rows", *map(str, pins)])
-                raise ConfigError(
-                    f"{world} GPUs: no layout fills them with {conditions}. {self._without(job, kept, legal)}"
-                    f"{words(world, works)}"
-                )
+        if not found.best and found.smallest is not None:
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9
             raise ConfigError(
@@ -274,11 +271,21 @@ class _Question:
         legal = cache(legal)  # most of the front are among the fastest
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
-        for axes in AXES:
+        for axes in AXES if found.best else ():
             if shown:
                 break
             fewer = search(job, (*pins, *(Pin(axis, "=", "1") for axis in axes)))  # what rules refuse hangs on axes
             shown, front = (legal_among(some, self.techniques, legal)[0] for some in (fewer.best, fewer.front))
+        if not shown:
+            beyond_usual = search(job, pins, keep=BEYOND, usual=False)
+            shown, others = legal_among(beyond_usual.best, self.techniques, legal)
+            front, refused = legal_among(beyond_usual.front, self.techniques, legal)[0], refused or others
+        if not (shown or refused):
+            conditions = " and ".join([f"this batch of {self.batch.global_rows} rows", *map(str, pins)])
+            raise ConfigError(
+                f"{world} GPUs: no layout fills them with {conditions}. {self._without(job, kept, legal)}"
+                f"{words(world, works)}"
+            )
         if not shown:
             raise ConfigError(f"no layout that fits {world} GPUs is legal. {refused[0].reason}. {words(world, works)}")
         freed = tuple(one for one in self._freed(job, legal) if one.step_s < FASTER * shown[0].step_s) if kept else ()
@@ -292,6 +299,23 @@ class _Question:
             kept=tuple(map(str, kept)),
             freed=freed[:2],
         )
+
+    def _some_plan(self) -> Plan:
+        """Plan a layout of data ranks alone; where rules refuse it, the first other one that they allow.
+
+        Raises:
+            ConfigError, UnsupportedError: they allow none; the reason is that of data ranks.
+        """
+        world = self.cluster.world
+        sizes = [n for n in divisors(world) if n > 1]
+        others = (replace(self.layout, **{axis: n}) for n in sizes for axis in ("tp", "cp", "pp"))
+        try:
+            return self._plan(world, self.layout, self.techniques, None)
+        except MeshwrightError as refused:
+            for layout in others:
+                with suppress(MeshwrightError):
+                    return self._plan(world, layout, self.techniques, None)
+            raise refused from None
 
     def _freed(self, job: Job, legal: Legal) -> list[Proposal]:
         """Return the fastest legal layouts where switches that the request states are searched too."""

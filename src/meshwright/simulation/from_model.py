@@ -235,8 +235,7 @@ def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines)
     sizes = {key: plan.size(key) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     layout = Layout(**sizes, ep=1 if plan.experts is None else plan.experts.ranks)
     rows = max(1, batch.global_rows // plan.data_ranks)
-    size = rows if plan.pipeline is None else plan.pipeline.rows_per_microbatch(rows)
+    size = rows if plan.pipeline is None else plan.pipeline.rows_per_microbatch(rows, batch.rows_together)
     microbatch = min(rows, batch.microbatch_rows or size)
-    return Job(
-        architecture_of(facts), layout, batch.seq_len, batch.global_rows, microbatch, execution_of(plan), machines
-    )
+    step = batch.seq_len, batch.global_rows, microbatch
+    return Job(architecture_of(facts), layout, *step, execution_of(plan), machines, batch.rows_together)

@@ -422,6 +422,7 @@ class Job:
         layout: sizes of all axes, none open.
         rows: sequences of an optimizer step over all ranks.
         microbatch: sequences of a forward.
+        together: sequences that stay in one forward.
     """
 
     architecture: Architecture
@@ -431,6 +432,7 @@ class Job:
     microbatch: float
     execution: Execution
     machines: Machines
+    together: int = 1
 
     @property
     def stages(self) -> int:

@@ -117,8 +117,13 @@ class Mesh:
         return Layout(self.pp, self.data // shard, shard, self.cp, self.tp, self.ep)
 
 
-def meshes(base: Job, pins: tuple[Pin, ...]) -> Iterator[Mesh]:
-    """Yield the meshes whose sizes divide the model, the batch and the GPUs of a job's machines."""
+def meshes(base: Job, pins: tuple[Pin, ...], *, usual: bool = True) -> Iterator[Mesh]:
+    """Yield the meshes whose sizes divide the batch and the GPUs of a job's machines.
+
+    Args:
+        usual: those alone whose tensor axes divide heads within a node, and whose few context ranks have equal parts;
+            else rules say what is legal.
+    """
     gpus, model, length = base.machines.gpus, base.architecture, base.seq_len
     heads = max((b.attention.heads for b in model.blocks if b.attention), default=1)
     keys = max((b.attention.kv_heads for b in model.blocks if b.attention), default=1)
@@ -127,10 +132,12 @@ def meshes(base: Job, pins: tuple[Pin, ...]) -> Iterator[Mesh]:
         if pp > len(model.blocks) or not hold(pins, pp=pp):
             continue
         for tp in divisors(gpus // pp):
-            if tp > base.machines.per_node or heads % tp or max(keys, tp) % min(keys, tp) or not hold(pins, tp=tp):
+            divides = tp <= base.machines.per_node and not (heads % tp or max(keys, tp) % min(keys, tp))
+            if (usual and not divides) or not hold(pins, tp=tp):
                 continue
             for cp in divisors(gpus // pp // tp):
-                if cp > LARGEST_CONTEXT or length % (2 * cp) or (length / cp) % tp or not hold(pins, cp=cp):
+                divides = cp <= LARGEST_CONTEXT and not (length % (2 * cp) or (length / cp) % tp)
+                if (usual and not divides) or not hold(pins, cp=cp):
                     continue
                 data = gpus // pp // tp // cp
                 if base.rows % data:
@@ -141,10 +148,11 @@ def meshes(base: Job, pins: tuple[Pin, ...]) -> Iterator[Mesh]:
 
 
 def microbatches(base: Job, mesh: Mesh, pins: tuple[Pin, ...]) -> list[int]:
-    """List the legal sequences of a forward on one rank, fewest first."""
-    own = base.rows // mesh.data
-    tokens = base.seq_len / mesh.cp
-    return [n for n in divisors(own) if (n == 1 or n * tokens <= MICROBATCH_TOKENS) and hold(pins, microbatch=n)]
+    """List the legal sequences of a forward on one rank, fewest first; many tokens only where a pin states them."""
+    stated = {int(pin.value) for pin in pins if (pin.key, pin.comparison) == ("microbatch", "=")}
+    most = max(MICROBATCH_TOKENS * mesh.cp // base.seq_len, base.together, *stated)
+    sizes = (n for n in divisors(base.rows // mesh.data) if n <= most and n % base.together == 0)
+    return [n for n in sizes if hold(pins, microbatch=n)]
 
 
 def recomputations(base: Job, pins: tuple[Pin, ...]) -> list[Execution]:
@@ -173,7 +181,7 @@ def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...
         return [1] if hold(pins, stages_per_rank=1) else []
     blocks, found = len(base.architecture.blocks), []
     number = base.rows // mesh.data // microbatch
-    for per_rank in STAGES_PER_RANK:
+    for per_rank in sorted({*STAGES_PER_RANK, *(int(pin.value) for pin in pins if pin.key == "stages_per_rank")}):
         stages = mesh.pp * per_rank
         if stages > blocks or not hold(pins, stages_per_rank=per_rank):
             continue
@@ -270,7 +278,9 @@ class Found:
     passed: int = 0
 
 
-def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: Progress | None = None) -> Found:
+def search(
+    base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, usual: bool = True, progress: Progress | None = None
+) -> Found:
     """Search all layouts of a job's machines for the ``keep`` fastest that fit.
 
     Groups of candidates are tried in the order of a lower bound of their time, and candidates simulated in the order of
@@ -279,12 +289,13 @@ def search(base: Job, pins: tuple[Pin, ...] = (), *, keep: int = 24, progress: P
 
     Args:
         base: the model, batch, machines, and the switches that are not searched; its layout is not used.
+        usual: of meshes (see there).
         progress: receives the fraction that is done.
     """
     found, chosen = Found(), _Chosen(keep)
     smallest: _TooLarge | None = None
     limit = base.machines.device.memory_bytes
-    groups = sorted(_groups(base, pins, found, progress), key=lambda entry: entry[:2])
+    groups = sorted(_groups(base, pins, found, progress, usual=usual), key=lambda entry: entry[:2])
     for bound, _, group, least in groups:
         chosen.judge_up_to(bound)
         if chosen.is_beaten(bound, least):
@@ -364,11 +375,11 @@ class _Chosen:
 
 
 def _groups(
-    base: Job, pins: tuple[Pin, ...], found: Found, progress: Progress | None
+    base: Job, pins: tuple[Pin, ...], found: Found, progress: Progress | None, *, usual: bool
 ) -> Iterator[tuple[float, int, _Group, float]]:
     """Yield (bound of the time, number, group, bound of the memory) of all groups whose states fit."""
     known: dict[tuple, tuple[Kinds, SavedBytes]] = {}
-    candidates, number = list(meshes(base, pins)), 0
+    candidates, number = list(meshes(base, pins, usual=usual)), 0
     fitting = [(mesh, least_memory(base.with_layout(mesh.layout(mesh.data)))) for mesh in candidates]
     smallest = min((least for _, least in fitting), default=0.0)
     runs = [replace(run, stages_per_rank=1, schedule="", cuts=()) for run in recomputations(base, pins)]

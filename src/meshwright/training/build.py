@@ -34,6 +34,7 @@ from meshwright.planning.build import plan as make_plan
 from meshwright.planning.memory import MemoryEstimate
 from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.plan import Plan
+from meshwright.planning.premise_rules import refuse_other_losses
 from meshwright.planning.values import Batch
 from meshwright.training import fine_tuning
 from meshwright.training.capacity import refuse_too_large
@@ -111,9 +112,7 @@ def build_run(
             decides.
     """
     config = fine_tuning.before_data(config)
-    if not fine_tuning.length_follows(config):
-        build_schedule(config)
-    refuse_contradictions(config)
+    refuse_early(config)
     tokenizer = run_tokenizer(config, progress.say)
     source = model_source(config, tokenizer)
     weights = first_weights(config)
@@ -125,7 +124,6 @@ def build_run(
     cluster = Cluster(world, ranks_per_node(), device)
     plan = plan_run(config, facts, cluster, batch)
     trained = trained_names(facts, plan)
-    refuse_unused([row.pattern for row in config.optimizer.overrides], trained)
     refuse_absent(plan)
     low_bit.refuse_absent(plan.optimizer)
     refuse_large_copies(config.checkpoint.host_memory, ranks_per_node() or 1)
@@ -169,23 +167,12 @@ def build_run(
 
 
 def open_trace(config: Config) -> TraceFile | None:
-    """Return the trace that a config names.
+    """Return the trace that a config names, whose run ``refuse_early`` allows.
 
     Raises:
         ConfigError: the trace cannot be read.
-        UnsupportedError: the run multiplies in float8, or rounds its optimizer state or updated weights; traces cover
-            neither.
     """
-    t = config.techniques
-    if not config.check_trace:
-        return None
-    rounds = f"techniques.float8 = {t.float8}" if t.float8 != "none" else ""
-    if t.optimizer_state != "full" or t.stochastic_rounding:
-        rounds = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
-    if rounds:
-        raise UnsupportedError(f"{rounds} rounds further than a trace (check_trace) allows. Check the run without it.")
-    refuse_untraced(config)
-    return TraceFile(Path(config.check_trace).expanduser())
+    return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
 def refuse_untraced(config: Config) -> None:
@@ -197,12 +184,44 @@ def refuse_untraced(config: Config) -> None:
         )
 
 
+def refuse_early(config: Config) -> None:
+    """Refuse what contradicts the rest of a config, before a model is read.
+
+    Raises:
+        ConfigError: the schedule or the data section.
+        UnsupportedError: a trace of steps that multiply in float8, round their optimizer state or updated weights, or
+            have rates of tokens.
+    """
+    if not fine_tuning.length_follows(config):
+        build_schedule(config)
+    refuse_contradictions(config)
+    if config.check_trace:
+        t = config.techniques
+        rounds = f"techniques.float8 = {t.float8}" if t.float8 != "none" else ""
+        if t.optimizer_state != "full" or t.stochastic_rounding:
+            rounds = OptimizerPlan(t.optimizer_state, t.stochastic_rounding).request
+        if rounds:
+            raise UnsupportedError(
+                f"{rounds} rounds further than a trace (check_trace) allows. Check the run without it."
+            )
+        refuse_untraced(config)
+
+
+def refuse_unfit(config: Config, facts: ModelFacts, plan: Plan) -> None:
+    """Refuse what a config asks of a model that has been planned: overrides that match nothing, losses of its own."""
+    refuse_unused([row.pattern for row in config.optimizer.overrides], trained_names(facts, plan))
+    refuse_other_losses(facts)
+
+
 def plan_run(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch | None = None) -> Plan:
     """Return the plan of a config on a cluster, checked against a batch where one is given.
 
-    Needs neither a process group nor a GPU.
+    Needs neither a process group nor a GPU. All verbs that plan a run ask here, so they refuse what ``train`` refuses.
     """
-    return make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.requested)
+    refuse_early(config)
+    made = make_plan(facts, config.layout, batch=batch, cluster=cluster, techniques=config.requested)
+    refuse_unfit(config, facts, made)
+    return made
 
 
 def is_carried(config: Config, facts: ModelFacts, cluster: Cluster, batch: Batch) -> bool:

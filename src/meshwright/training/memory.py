@@ -151,10 +151,12 @@ class MemoryShares(NamedTuple):
     Attributes:
         rows: rows of a microbatch.
         microbatches: microbatches of a step.
+        together: rows that stay in one microbatch: 2 of pairs, whose loss is not computed in chunks.
     """
 
     rows: int
     microbatches: int
+    together: int = 1
 
 
 def estimated(plan: Plan, shares: MemoryShares, kept: Mapping[MemoryUse, int] = NOTHING) -> dict[MemoryUse, int]:
@@ -224,12 +226,12 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
     activations, logits = held.get(MemoryUse.ACTIVATIONS, 0), held.get(MemoryUse.LOGITS, 0)
     states = sum(held[kind] for kind in (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER))
     data, ranks = plan.data, plan.data_ranks
-    if shares.rows > 1:
-        yield (activations + logits) // 2, f"batch.microbatch = {max(1, shares.rows // 2)}"
+    if fewer := shares.rows // 2 // shares.together * shares.together:
+        yield (activations + logits) * (shares.rows - fewer) // shares.rows, f"batch.microbatch = {fewer}"
     if plan.activation_checkpointing == "none" and plan.units[1:]:
         blocks = len([unit for unit in plan.units if unit.name and not unit.experts])
         yield activations - activations // max(blocks, 1), 'techniques.activation_checkpointing = "full"'
-    if plan.loss is None:
+    if plan.loss is None and shares.together == 1:
         yield logits - logits // 8, "techniques.loss_chunks = 8"
     if data.technique != "fully_shard" and ranks > 1:
         yield states - states // ranks, f"layout.dp_shard = {ranks} with layout.dp_replicate = 1"

@@ -33,7 +33,7 @@ def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
     """Return the loss of a run on pairs; None for any other, which has the cross entropy.
 
     Raises:
-        ConfigError: [dpo] is given and there are no pairs, or microbatches would part them.
+        ConfigError: [dpo] is given and there are no pairs.
         UnsupportedError: the run is to be compared with a trace, which is of the cross entropy.
     """
     if not any(_splits(feed)):
@@ -44,10 +44,6 @@ def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
                 f" with the columns chosen and rejected"
             )
         return None
-    if config.batch.microbatch % 2:
-        raise ConfigError(
-            f"batch.microbatch = {config.batch.microbatch} rows would part the two rows of a pair: make it even"
-        )
     if config.check_trace:
         raise UnsupportedError("check_trace compares with the cross entropy, and this run is on pairs: leave it out")
     return PreferenceLoss(config.dpo.beta, config.dpo.label_smoothing)

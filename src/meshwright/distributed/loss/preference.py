@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.core.devices import to_device
-from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED, PreferenceLoss, have_labels, row_log_probs
 from meshwright.core.record import recall
 from meshwright.distributed.context.context_parallel import runtime_of as context_of
@@ -22,6 +23,7 @@ from meshwright.introspection.adapted_model import AdaptersRead, is_adapter
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, logits_of
 from meshwright.planning.plan import Plan
+from meshwright.planning.rules import check_pairs
 
 MARGINS, ACCURACIES = "rewards/margins", "rewards/accuracies"
 FIGURES = ("rewards/chosen", "rewards/rejected", MARGINS, ACCURACIES)
@@ -89,7 +91,7 @@ class PairsOfModel:
     def refer(self, pieces: Sequence[Batch], log_probs: Callable[[Batch], Tensor]) -> list[Batch]:
         """Give microbatches what the model without its adapters gives to their rows (collective)."""
         with switched_off(self._layers):
-            return [{**piece, REFERENCE: log_probs(piece)} for piece in pieces]
+            return [with_reference(piece, log_probs(piece)) for piece in pieces]
 
 
 class PreferenceObjective:
@@ -152,12 +154,11 @@ class _OverRanks(torch.autograd.Function):
         return gradient * ctx.ranks, None
 
 
-def refuse(loss_fn: object, plan: Plan) -> None:
-    """Refuse pairs beside other losses, and plans on which nobody has the sum over an answer before its gradients.
+def refuse(loss_fn: object, plan: Plan, microbatch_rows: int) -> None:
+    """Refuse pairs beside other losses, and plans that do not compute their loss (``planning.rules.check_pairs``).
 
     Raises:
         ConfigError: a ``PreferenceLoss`` stands among losses by name.
-        UnsupportedError: the plan's head computes the loss of some tokens at a time.
     """
     if isinstance(loss_fn, Mapping):
         name = next((name for name, loss in loss_fn.items() if isinstance(loss, PreferenceLoss)), None)
@@ -166,11 +167,15 @@ def refuse(loss_fn: object, plan: Plan) -> None:
                 f"loss_fn['{name}'] is a PreferenceLoss, which counts pairs of rows, and other losses by name count"
                 f" tokens or rows: give it alone, loss_fn=PreferenceLoss(...)"
             )
-    if isinstance(loss_fn, PreferenceLoss) and plan.loss is not None:
-        raise UnsupportedError(
-            f"techniques.loss_chunks = {plan.loss.chunks} computes a loss with its gradients in chunks of tokens, and"
-            f" PreferenceLoss needs whole answers before any gradient: set techniques.loss_chunks = 1"
-        )
+    if isinstance(loss_fn, PreferenceLoss):
+        check_pairs(plan, microbatch_rows)
+
+
+def with_reference(batch: Batch, log_probs: Tensor) -> Batch:
+    """Return a microbatch with its rows' log-probabilities under the reference."""
+    given: Any = copy(batch)  # keeps the places of a rank's own tokens, which a plain dict has not
+    given[REFERENCE] = log_probs
+    return given
 
 
 def without_reference(batch: Batch, *, may_lack: bool = False) -> Batch:

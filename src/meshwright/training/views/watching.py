@@ -117,7 +117,7 @@ def memory_shares(run: Run) -> MemoryShares:
     together = 2 if is_on_pairs(run.feed) else 1
     suggested = plan.pipeline.rows_per_microbatch(own, together) if plan.pipeline is not None else own
     rows = min(own, batch.microbatch or suggested)
-    return MemoryShares(rows, math.ceil(own / rows))
+    return MemoryShares(rows, math.ceil(own / rows), together)
 
 
 # --- draw the work of a pipeline's ranks over time, as scheduled or as measured in the last step
