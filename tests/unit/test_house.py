@@ -81,20 +81,20 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (15, 4140, 18),
+    "checkpoint": (16, 4420, 19),
     "cli": (20, 2330, 16),
     "comparison": (4, 790, 0),
-    "core": (19, 3250, 5),
+    "core": (19, 3150, 5),
     "data": (16, 6560, 40),
-    "distributed": (88, 21660, 114),
-    "integrations": (9, 1650, 11),
-    "introspection": (37, 10580, 64),
+    "distributed": (88, 21120, 107),
+    "integrations": (9, 1750, 12),
+    "introspection": (37, 10250, 50),
     "models": (4, 720, 5),
     "observation": (6, 1570, 24),
-    "planning": (34, 8590, 42),
-    "simulation": (13, 4270, 24),
-    "training": (41, 10630, 45),
-    "verification": (15, 3850, 10),
+    "planning": (34, 8620, 42),
+    "simulation": (13, 4360, 25),
+    "training": (41, 10700, 45),
+    "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
 
