@@ -375,6 +375,22 @@ def test_a_bad_batch_on_one_rank_is_refused_on_all():
     assert error[0] <= EXACT
 
 
+@pytest.mark.follows("layout.dp_shard")
+@ranks(2)
+def test_a_batch_without_tokens_needs_a_layout_of_data_axes():
+    kind = KINDS["bert"]
+    tokens, *_ = (batch := kind.batch()).values()
+    found = {}
+    for axis, sizes in (("pp", {"pp": 2, "dp_shard": 1}), ("dp_shard", {"dp_shard": 2})):
+        model = laid_out(kind.make, sizes, {}, OWN if axis == "dp_shard" else None)
+        given = {"inputs_embeds": built(kind.make).get_input_embeddings()(tokens).detach(), **batch}
+        given.pop(next(iter(batch)))
+        found[axis] = said(lambda m=model, g=given: float(m.forward_backward(share(m, g))))
+    assert "the batch has no 'tokens' (rows, seq), by which layout.pp cuts rows or counts" in found["pp"]
+    assert "leave that to the data axes (layout.dp_replicate, layout.dp_shard)" in found["pp"]
+    assert found["dp_shard"] == pytest.approx(float(computed(kind)["loss"]), rel=EXACT)
+
+
 @ranks(2)
 def test_layouts_that_cut_what_a_loss_reads_are_refused():
     make = functools.partial(GPT, GPTConfig())

@@ -166,6 +166,7 @@ def test_a_model_whose_rows_nobody_cuts_is_given_whole_rows():
     assert whole()
 
 
+@pytest.mark.follows("context_parallel_rows()")
 @ranks(2)
 def test_a_loop_that_cuts_no_rows_is_right_and_warned_once():
     mesh = init_distributed(DistributedConfig(**vars(CP2)))
@@ -181,6 +182,10 @@ def test_a_loop_that_cuts_no_rows_is_right_and_warned_once():
     said = [line for line in lines if "each of the 2 ranks of the cp axis computes all tokens of every row" in line]
     error, warnings = worst(model, expected), len(said)
     assert error < 1e-10 and warnings == 1
+    assert "Put context_parallel_rows(model, batch) around the forward." in said[0]
+    with heard() as lines:
+        again = loop(DECODER, CP2, recomputed)
+    assert again < 1e-10 and not any("rows are not cut" in line for line in lines)
 
 
 # --- doors
@@ -217,13 +222,21 @@ def unknown_method() -> str:
 
 
 DOORS = {
-    "recomputed first": (2, recomputed_first, "call apply_context_parallel(model, device_mesh) before"),
     "rows before tensors": (4, cut_first, "tensor_parallel must come before context_parallel"),
     "a pipeline": (4, staged, "the mesh has cp = 2 beside pp = 2, and this function leaves the step to your own loop"),
     "torch's stage": (4, built_stage, "the mesh has cp = 2 beside pp = 2, and this function"),
     "a stage module": (2, stage_alone, "stage 0 of 2 on a mesh with cp > 1: stages behind the first would not know"),
     "an unknown method": (2, unknown_method, "rings"),
 }
+
+
+@pytest.mark.follows("apply_context_parallel()")
+@ranks(2)
+def test_rows_are_cut_before_what_comes_behind_them():
+    said = recomputed_first()
+    assert "behind which rows cannot be cut any more: call apply_context_parallel(model, device_mesh) before" in said
+    error = loop(DECODER, CP2, lambda model, mesh: fsdp2(apply_ac(apply_context_parallel(model, mesh), "full"), mesh))
+    assert error < 1e-10
 
 
 @pytest.mark.parametrize("name", DOORS)

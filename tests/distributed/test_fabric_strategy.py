@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 import torch
+from support.followed import found_in
 from support.from_pages import function_of, furthest, meet
-from support.ranks import ranks
+from support.ranks import ranks, refusal
 
 from meshwright import ConfigError, Layout, UnsupportedError
 
@@ -189,8 +191,25 @@ def words_of(case: str) -> str:
     return ""
 
 
+@pytest.mark.follows("MeshwrightStrategy()", "strict=")
+@ranks(1)
+def test_what_the_strategy_advises_is_done(tmp_path):
+    text = words_of("precision")
+    assert "would cast beside the plan, which decides dtypes: leave it out" in text
+    printed = ast.literal_eval(found_in(r"set MeshwrightStrategy\(techniques=(.*)\)", text))
+    fabric = started(Layout(dp_shard=1), strategy={"techniques": printed})
+    model = fabric.setup(function_of("yours", "your_model")())
+    assert fabric.strategy.parallel(model).plan.precision.compute == "bfloat16"
+    state = {"model": model, "step": 3}
+    fabric.save(tmp_path / "saved", state)
+    state["epoch"] = 1
+    text = refusal(lambda: fabric.load(tmp_path / "saved", state))
+    assert "holds no 'epoch', but ['step']: leave it out, or give strict=False" in text
+    fabric.load(tmp_path / "saved", {**state, "step": 0}, strict=False)
+    assert fabric.load(tmp_path / "saved", {"model": model}) == {"step": 3}
+
+
 REFUSED = {
-    "precision": (1, "ConfigError: Fabric(precision='bf16-mixed')", "techniques={'precision'"),
     "pp": (2, "UnsupportedError: MeshwrightStrategy: layout.pp = 2", "parallelize(...)"),
     "float16": (2, "ConfigError: MeshwrightStrategy: techniques.precision.compute = float16", "bfloat16"),
     "stepped": (2, "ConfigError: optimizer: this AdamW has the state", "before the first step"),

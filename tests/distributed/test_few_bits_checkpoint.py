@@ -150,13 +150,21 @@ def read(layout: str, word: str, folder: str) -> tuple[dict, list[str], list[flo
         return moments(model, optimizer), said, train(model, optimizer, range(2, 4))
 
 
+@pytest.mark.follows("techniques.optimizer_state", "techniques.stochastic_rounding")
 @ranks(1)
 def test_state_in_few_bits_is_not_taken_for_another_optimizers(tmp_path):
     folder = str(tmp_path / "c")
     write("one", "8bit", folder)
-    model = laid_out("one", {})
+    model, alike = laid_out("one", {}), laid_out("one", {"optimizer_state": "8bit"})
     said = refusal(lambda: load(model, folder, optimizer=adamw(model)), ConfigError)
-    assert "holds the state of TorchaoAdamW, which AdamW cannot continue: set techniques.optimizer_state" in said
+    assert "holds the state of TorchaoAdamW, which AdamW cannot continue: set techniques.optimizer_state and" in said
+    assert "techniques.stochastic_rounding as they were, or load it without optimizer=" in said
+    load(model, folder)
+    load(alike, folder, optimizer=adamw(alike))
+    save(model, folder, optimizer=adamw(model))
+    said = refusal(lambda: load(alike, folder, optimizer=adamw(alike)), ConfigError)
+    load(model, folder, optimizer=adamw(model))
+    assert "holds the state of AdamW, which TorchaoAdamW cannot continue: set techniques.optimizer_state" in said
 
 
 def test_other_bits_are_read_and_said(spmd, tmp_path):

@@ -309,7 +309,11 @@ def stage_refusals():
         longer = ""
     except ValueError as error:
         longer = str(error)
-    made = build_pipeline_stage(stage, mesh, "cpu", 2, 8, torch.float32)
+    narrow = apply_fsdp2(
+        build_stage_module(SMALL, get_pp_rank(mesh), 2), mesh, MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    build_pipeline_stage(narrow, mesh, "cpu", 2, 8)
+    made = build_pipeline_stage(stage, mesh, "cpu", 2, 8, param_dtype=torch.float32)
     schedule = build_pipeline_schedule(
         made, 2, lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())
     )
@@ -320,11 +324,13 @@ def stage_refusals():
     return other_dtype, too_long, longer, [float(loss) for loss in losses], names
 
 
+@pytest.mark.follows("param_dtype=")
 def test_a_stage_refuses_messages_of_another_dtype_and_longer_sequences(spmd):
     first, last = spmd(2, stage_refusals)
     for other_dtype, too_long, longer, _, _ in (first, last):
         assert other_dtype.startswith(
-            "ConfigError: param_dtype = torch.bfloat16, but the stage computes in torch.float32"
+            "ConfigError: param_dtype = torch.bfloat16, but the stage computes in torch.float32, and ranks that expect"
+            " messages of other sizes abort or hang: give param_dtype=torch.float32, or shard the stage first with"
         )
         assert too_long == "ConfigError: seq_len = 17 is longer than the model's max_seq_len = 16"
         assert longer == "a sequence of 17 tokens is longer than the model's max_seq_len = 16"

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.followed import found_in
 from support.from_pages import function_of, furthest, meet
 from support.odd import written
+from support.ranks import refusal
 from support.tools import fresh_accelerate
 
+import meshwright
 from meshwright import ConfigError, Layout, UnsupportedError
 
 pytestmark = pytest.mark.all
@@ -282,6 +285,51 @@ def test_what_would_be_ignored_is_refused_by_name(spmd, tmp_path, name):
     said = spmd(1, refused, str(tmp_path), options, given, environment)[0]
     assert said.startswith("ConfigError") and name in said and remedy in said, said
     assert len(said) < 400
+
+
+class Own(torch.nn.Module):
+    """A model that is not transformers': the small one, in a module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = function_of("yours", "your_model")()
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:
+        return self.inner(input_ids, attention_mask=attention_mask).logits
+
+
+def summed(logits: Any, labels: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def advised(folder: str) -> list[str]:
+    """A job: the words in which an optimizer and a save are refused, after which what they advise is done."""
+    layout, saves = Layout(dp_shard=1), {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    own = {"model": Own(), "loss_fn": summed}
+    other = {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}
+    with fresh_accelerate(fsdp=False), contextlib.redirect_stdout(io.StringIO()):
+        meet()
+        texts = [refusal(lambda: made(folder, layout, {}, other))]
+        given = eval(found_in("optimizer_cls_and_kwargs=(.*)", texts[0]))
+        for options, more in (({}, {"optimizer_cls_and_kwargs": given}), ({"optim": "adamw_torch"}, {})):
+            trainer = made(folder, layout, {"max_steps": 1, **options}, more)
+            trainer.train()
+            assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
+        trainer = made(folder, layout, saves, own)
+        texts.append(refusal(trainer.train))
+        trainer = made(folder, layout, saves | {"save_strategy": "no"}, own)
+        trainer.train()
+        meshwright.save(trainer.parallel, f"{folder}/shards")
+        meshwright.load(trainer.parallel, f"{folder}/shards")
+    return texts
+
+
+@pytest.mark.first
+@pytest.mark.follows("optimizer_cls_and_kwargs=", "save()")
+def test_what_the_trainer_advises_is_done(spmd, tmp_path):
+    of_optimizer, of_save = spmd(1, advised, str(tmp_path))[0]
+    assert "optimizers= was made before the layout, for whole parameters: give optim=" in of_optimizer
+    assert "is no model of transformers' own, which save_model could write: set save_strategy = 'no'" in of_save
 
 
 def overriding(folder: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from support.families import save_tokenizer, saved
+from support.followed import found_in
 from support.problems import FSDP2, ONE
 
 from meshwright import ConfigError, Layout
@@ -113,12 +115,12 @@ def by_their_own_class(model, tasks):
     }
 
 
-def by_ours(model, tasks, layout, rows):
+def by_ours(model, tasks, layout, rows, names=NAMES):
     from meshwright.integrations.lm_eval import TaskRequest, evaluate_tasks
     from meshwright.training.evaluation import ModelOnRanks
 
     request = TaskRequest(
-        ModelOnRanks(open_model(str(model)), layout, ProcessConfig()), NAMES, str(tasks), batch_rows=rows
+        ModelOnRanks(open_model(str(model)), layout, ProcessConfig()), names, str(tasks), batch_rows=rows
     )
     found = evaluate_tasks(request)
     return {
@@ -156,13 +158,21 @@ def refused(model, tasks):
 
 
 def refusals(model, tasks):
-    return list(refused(model, tasks))
+    import lm_eval.tasks
+
+    found = list(refused(model, tasks))
+    assert by_ours(model, tasks, ONE, 1, NAMES[:1])
+    names = found_in("like --tasks (.*)", found[-1][1]).split(",")
+    return found, [list(Path(lm_eval.tasks.__file__).parent.rglob(f"{name}.yaml")) for name in names]
 
 
+@pytest.mark.follows("--tasks")
 def test_tasks_that_are_not_there_are_refused_in_a_sentence(spmd, places, tmp_path):
     absent = CHOICES.replace("ours_choices", "ours_absent").replace("choices.json", "gone.json")
     (tmp_path / "absent.yaml").write_text(absent.format(folder=tmp_path))
     (tmp_path / "choices.yaml").write_text(CHOICES.format(folder=places[1]))
-    (found,) = spmd(1, refusals, places[0], str(tmp_path), timeout=300)
+    (tmp_path / "choices.json").write_bytes((places[1] / "choices.json").read_bytes())
+    ((found, named),) = spmd(1, refusals, places[0], str(tmp_path), timeout=300)
+    assert "name tasks of lm-eval, like --tasks" in found[-1][1] and all(named)
     for (kind, text), (error, complaint) in zip(found, WRONG.values(), strict=True):
         assert kind is error and complaint in text and len(text.splitlines()) == 1

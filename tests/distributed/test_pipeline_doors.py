@@ -104,22 +104,20 @@ def by_torch(schedule: str, microbatches: int) -> dict[str, torch.Tensor]:
         made.append(
             build_pipeline_stage(modules[-1], mesh, "cpu", ROWS // microbatches, SEQ, param_dtype=torch.float32)
         )
+    if len(made) > 1:
+        with pytest.raises(ConfigError, match=r"several stages on each rank: give the list.* \[build_pipeline_stage\("):
+            build_pipeline_schedule(made[0], microbatches, mean_loss, schedule)
+        with pytest.raises(ConfigError, match="has one stage on each rank, and 2 were given: use interleaved_1f1b"):
+            build_pipeline_schedule(made, microbatches, mean_loss, "1f1b")
     run = build_pipeline_schedule(made[0] if len(made) == 1 else made, microbatches, mean_loss, schedule)
     tokens, labels = batch()
     losses: list[torch.Tensor] = []
     firsts = [tokens] if any(m.is_first for m in modules) else []
     run.step(*firsts, **({"target": labels, "losses": losses} if any(m.is_last for m in modules) else {}))
-    found = {name: p.grad for module in modules for name, p in module.named_parameters() if p.grad is not None}
-    other, words = (
-        ("1f1b", "has one stage on each rank, and 2 were given")
-        if len(made) > 1
-        else ("looped_bfs", "give the list of them")
-    )
-    with pytest.raises(ConfigError, match=words):
-        build_pipeline_schedule(made if len(made) > 1 else made[0], microbatches, mean_loss, other)
-    return found
+    return {name: p.grad for module in modules for name, p in module.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.follows("build_pipeline_stage()")
 @pytest.mark.first("1f1b")
 @pytest.mark.parametrize("schedule", KINDS)
 def test_every_schedule_of_torch_gives_the_gradients_of_one_process(spmd, schedule):

@@ -473,13 +473,18 @@ def test_layers_whose_weights_other_code_reads_are_left_as_they_are(block):
     assert float(model.forward_backward(ROWS)) == pytest.approx(rounded_by_hand(block, ("up",)), rel=1e-6)
 
 
+@pytest.mark.follows("state_dict()")
 @READERS
 def test_code_that_reads_the_bytes_is_refused_where_no_copy_could_be_called(block):
     torch.manual_seed(0)
     techniques = {"quantize_frozen": "nf4", "freeze": ["layers.*weight"]}
-    model = parallelize(WithMore(block), ONE, techniques=techniques)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight rests in 4 bits, and .*: forward reads it"):
-        model.forward_backward(ROWS | {"factor": torch.ones(2)})
+    model, batch = parallelize(WithMore(block), ONE, techniques=techniques), ROWS | {"factor": torch.ones(2)}
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight rests in 4 bits, and .*: forward") as refused:
+        model.forward_backward(batch)
+    assert "only the layer's own forward can compute with its bytes. Train that layer" in str(refused.value)
+    assert model.state_dict()["layers.0.down.weight"].dtype == torch.uint8
+    for change in ({"freeze": ["layers.*up.weight"]}, {"quantize_frozen": "none"}):
+        assert parallelize(WithMore(block), ONE, techniques=techniques | change).forward_backward(batch).loss > 0
 
 
 def rounded_by_hand(block: type[nn.Module], layers: tuple[str, ...]) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.oracle import build, faults, loss_sum, real_tokens, relative_errors
 from support.problems import DDP2, FSDP2, HSDP, LAYOUTS, ONE, Data, Problem, Way, as_brought, make_optimizer, share
-from support.ranks import ranks
+from support.ranks import ranks, refusal
 from support.train import DISTURBANCES, Loss, gradients, gradients_of_first_step, lay_out, local, train, whole
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -239,6 +239,19 @@ def test_evaluation_is_the_training_loss_and_the_same_on_every_layout(spmd, refe
         assert evaluation == pytest.approx(reference(Problem()).losses[0], rel=EXACT)
         assert evaluation == pytest.approx(training, rel=EXACT)
         assert (tokens, left, kept) == (real_tokens(Data().step(0)), [], True)
+
+
+@pytest.mark.follows("evaluate()", "generate()")
+@ranks(2)
+def test_whole_outputs_of_a_model_in_parts_are_evaluated_or_generated():
+    problem, pp = Problem(dtype="float32"), Way(Layout(pp=2, dp_shard=1))
+    batch, plain, model = problem.data.step(0), build(problem), lay_out(problem, pp)
+    text = refusal(lambda: model(batch["tokens"]))
+    assert "computes whole outputs of whole rows, and layout.pp gives each rank a part of them: use evaluate" in text
+    loss, ids = float(model.evaluate(batch)), model.generate(PROMPT, 2, temperature=0)
+    assert loss == pytest.approx(float(loss_sum(plain, batch, problem)) / real_tokens(batch), rel=1e-5)
+    assert ids == greedy(problem)[:2]
+    assert torch.allclose(lay_out(problem, Way(FSDP2))(batch["tokens"]), plain(batch["tokens"]), atol=1e-5)
 
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]

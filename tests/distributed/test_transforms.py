@@ -563,6 +563,7 @@ def test_one_process_is_served_too():
     assert found["ddp"] == found["fully_shard"] == (0.0, "Odd", 0) and found["plain"] == (0.0, "Odd", 2.0)
 
 
+@pytest.mark.follows("device_mesh=", "mesh_dim_names=")
 @ranks(2)
 def test_several_processes_without_a_group_are_told_what_to_call():
     wanted = (
@@ -571,6 +572,12 @@ def test_several_processes_without_a_group_are_told_what_to_call():
     )
     found = [refusal(lambda name=name: apply_model_transforms(built(), {name: {}})) for name in ("ddp", "fully_shard")]
     assert found == [wanted] * 2
+    init_distributed(Layout(dp_shard=2))
+    nameless, mesh = (init_device_mesh("cpu", (2,), mesh_dim_names=names) for names in (None, ("dp_shard",)))
+    said = refusal(lambda: apply_model_transforms(built(), {"fully_shard": {}}, device_mesh=nameless))
+    assert "(2,) has no axis names: give mesh_dim_names=, of pp, dp_replicate" in said
+    for options in ({}, {"device_mesh": mesh}):
+        assert apply_model_transforms(built(), {"fully_shard": {}}, **options).embed.weight.device_mesh.size() == 2
 
 
 @ranks(2)

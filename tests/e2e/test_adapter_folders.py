@@ -170,6 +170,7 @@ def test_a_run_from_a_folder_goes_on_without_it_and_is_written_and_read_again(
     assert len(texts) == 1
 
 
+@pytest.mark.follows("--techniques.quantize_frozen", "techniques.quantize_frozen")
 @pytest.mark.all
 def test_adapters_beside_a_base_in_4_bits_are_evaluated_and_trained_on_beside_it(pool, base, model, tmp_path, ask):
     run, folder = tmp_path / "run", tmp_path / "adapter"
@@ -181,7 +182,7 @@ def test_adapters_beside_a_base_in_4_bits_are_evaluated_and_trained_on_beside_it
     found = [evaluated(ask, base, *words) for words in ((run, "--base", model), (folder,), (plain,))]
     assert found[0] == pytest.approx(found[1], rel=1e-6) and abs(found[0] - found[2]) > 1e-5
     status, _, said = ask("train", f"--model.hf={folder}", "--process.count=1", f"--run={tmp_path / 'x'}")
-    assert status == 2 and said.rstrip().endswith("Add --techniques.quantize_frozen=nf4")
+    assert status == 2 and said.rstrip().endswith("something else. Add --techniques.quantize_frozen=nf4")
     on = {"model.hf": str(folder), "run": str(tmp_path / "on"), "techniques.quantize_frozen": "nf4", "steps": 1}
     assert pool.run(Job(base | on), world=1, timeout=60)[0].status == 0
     assert losses(tmp_path / "on")[0] == pytest.approx(found[1], rel=1e-5)

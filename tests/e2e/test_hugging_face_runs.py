@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from e2e_runs import Job, losses, tree
 from safetensors.torch import load_file
 from support.families import save_tokenizer, saved, some_tokens
+from support.followed import found_in
 from support.tokenizers_made import ENDLESS
 
 from meshwright import ConfigError
@@ -97,11 +99,15 @@ def theirs(folder: Path) -> tuple[torch.Tensor, torch.dtype]:
         return model(input_ids=some_tokens()).logits, model.dtype
 
 
-def test_a_run_begins_from_the_weights_and_the_tokenizer_of_the_folder(told, model):
+@pytest.mark.follows("meshwright convert")
+def test_a_run_begins_from_the_weights_and_the_tokenizer_of_the_folder(told, model, ask, tmp_path):
     assert told.status == 0 and f"weights  read from {model}" in told.out and "vocabulary 96" in told.out
     text = (told.folder / "config.toml").read_text()
     assert f'hf = "{model}"' in text and f'tokenizer = "{model}"' in text and 'master = "float32"' in text
     assert losses(told.folder)[0] > losses(told.folder)[-1]
+    printed = shlex.split(found_in("write it for transformers with: (.*)", told.out))
+    assert ask(*printed[printed.index("convert") : -1], tmp_path / "out")[0] == 0 and printed[-1] == "FOLDER"
+    assert torch.equal(theirs(tmp_path / "out")[0], ours(told.folder))
 
 
 def test_what_is_converted_is_what_was_trained(ask, run, tmp_path, model):

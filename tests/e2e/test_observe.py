@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.followed import found_in
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "observed_script.py")
 MESHWRIGHT = [sys.executable, "-m", "meshwright"]
@@ -101,12 +103,18 @@ def test_what_has_no_place_in_one_process_is_never_called_equal(alone: tuple[Pat
     assert found["unknown"] == ["1.bias", "1.weight"] and "place in one process is unknown: 1.bias" in found["words"]
 
 
+@pytest.mark.follows("meshwright observe")
 def test_what_cannot_be_observed_is_said(tmp_path: Path):
     idle = [sys.executable, "-c", "import torch; print(torch.ones(1))"]
     words = [*MESHWRIGHT, "observe", str(tmp_path / "idle"), "--", *idle]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "no process of the command stepped an optimizer" in done.stdout
     done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "idle", tmp_path / "x"], capture_output=True, text=True)
-    assert done.returncode == 2 and "holds no trace" in done.stderr
+    assert done.returncode == 2 and "no process of that run stepped an optimizer of torch.optim" in done.stderr
+    printed = shlex.split(found_in("Write one with: meshwright (observe .*)", done.stderr))
+    (tmp_path / "train.py").write_text(OTHER.format(last=3))
+    words = [*MESHWRIGHT, *printed[: printed.index("python")], sys.executable, tmp_path / printed[-1]]
+    assert subprocess.run(words, capture_output=True, timeout=300).returncode == 0
+    assert blame(tmp_path / "idle", tmp_path / "idle")["unknown"] == []
     done = subprocess.run([*MESHWRIGHT, "observe", str(tmp_path / "x")], capture_output=True, text=True)
     assert done.returncode == 2 and "then -- and the command" in done.stderr

@@ -68,6 +68,7 @@ def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded
     assert found == pytest.approx(wanted, rel=1e-3) and bool(found) == bool(changes)
 
 
+@pytest.mark.follows("optimizer.lr = …")
 @pytest.mark.parametrize(
     ("before", "changes", "keys"),
     [
@@ -85,18 +86,23 @@ def test_a_resumed_run_skips_the_same_step_and_has_the_same_rates(train, guarded
 )
 def test_a_rate_that_jumps_is_said_with_the_rate_that_avoids_it(train, tmp_path, before, changes, keys):
     first = train(1, before)[0].folder
-    shutil.copytree(first, tmp_path / "copy")
+    for name in ("copy", "flat"):
+        shutil.copytree(first, tmp_path / name)
     jumped = train(1, changes, folder=first)[0]
     step, found = len(metrics(tmp_path / "copy")) + 1, metrics(first)
     note = re.search(r"note: the learning rate jumps: (.*)", jumped.out)
     assert note, jumped.out
     rate, was = found[step - 1]["learning_rate"], found[step - 2]["learning_rate"]  # a finished schedule keeps its end
     assert note[1].startswith(f"step {step} has {rate:.2e}, where the schedule before had {was:.2e} ({keys}); ")
-    peak = re.search(r"set optimizer.lr = (\S+)", note[1])
+    peak = re.search(r"to go on at that rate, set optimizer.lr = (\S+)", note[1])
     assert peak
     again = train(1, changes | {"optimizer.lr": peak[1]}, folder=tmp_path / "copy")[0]
     assert "rate jumps" not in again.out
     assert metrics(tmp_path / "copy")[step - 1]["learning_rate"] == pytest.approx(was, rel=1e-4)
+    if flat := re.search(r"or schedule.kind = constant beside optimizer.lr = (\S+)", note[1]):
+        flat = changes | {"schedule.kind": "constant", "optimizer.lr": flat[1]}
+        assert "rate jumps" not in train(1, flat, folder=tmp_path / "flat")[0].out
+        assert metrics(tmp_path / "flat")[step - 1]["learning_rate"] == pytest.approx(was, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["constant", "inverse_sqrt"])

@@ -252,6 +252,7 @@ def test_under_a_launcher_each_process_is_a_rank_and_one_speaks(launcher, enviro
     assert losses(run) == pytest.approx(losses(pool.folder), rel=1e-6)
 
 
+@pytest.mark.follows("optimizer.lr")
 @pytest.mark.parametrize(("limit", "taken"), [(3, 3), (0, 1)])
 def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     hopeless = {
@@ -268,6 +269,8 @@ def test_a_run_that_diverges_skips_and_then_stops(train, limit, taken):
     finite = [row for row in rows if math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])]
     assert 0 < len(finite) < 20 and [row["skipped"] for row in rows] == [0] * len(finite) + list(range(1, taken + 1))
     assert f"the last is step {len(rows)}" in str(problem) and f"from sample {8 * len(finite)} on" in str(problem)
+    assert "The weights are those before them. Lower optimizer.lr, lengthen schedule.warmup_steps" in str(problem)
+    assert train(2, hopeless | {"steps": len(rows), "optimizer.lr": 1e-3})[0].status == 0
 
 
 @pytest.mark.first

@@ -208,7 +208,7 @@ def advices(text: str) -> set[str]:
         found |= {"pip install"} if re.search(r"pip3? install|install_command\(|«command»", part) else set()
         part = re.sub(r"«command\('(\w+)'[^»]*»", r"meshwright \1", part)
         part = re.sub("«[^»]*»", "…", part)
-        found |= {key for key in KEY.findall(part) if key not in dict(given)}
+        found |= {key for key in KEY.findall(part) if key not in dict(given) and f"{key}.…" not in part}
         found |= set(FLAG.findall(part))
         found |= {f"meshwright {verb}" for verb in COMMAND.findall(part) if verb in verbs()}
         found |= {f"{name}()" for name in CALL.findall(part) if name in callables()}
@@ -429,6 +429,41 @@ def _wrong_pages(text: str) -> Iterator[str]:
             yield f"{page} is not there"
 
 
+def links() -> dict[str, dict[str, str]]:
+    """Collect the tests with the marker ``follows``: advice -> each test's name -> its source.
+
+    The source has the functions, classes and tables of its file that it names.
+    """
+    found: dict[str, dict[str, str]] = {}
+    tests = Path(__file__).parents[1]
+    for file in sorted(tests.rglob("test_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "mark.follows(" not in text:
+            continue
+        parts: dict[str, ast.stmt] = {}
+        for node in ast.parse(text).body:
+            for one in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]:
+                parts[getattr(one, "name", getattr(one, "id", ""))] = node
+        for name, node in parts.items():
+            marks = [mark for mark in getattr(node, "decorator_list", ()) if ast.unparse(mark).startswith(FOLLOWS)]
+            if marks:
+                source = "\n".join(ast.get_source_segment(text, part) or "" for part in _reached(node, parts))
+                for advice in ast.literal_eval(ast.unparse(marks[0]).removeprefix(FOLLOWS)[:-1].join(("(", ",)"))):
+                    found.setdefault(advice, {})[f"{file.relative_to(tests)}::{name}"] = source
+    return found
+
+
+def _reached(node: ast.stmt, parts: Mapping[str, ast.stmt]) -> list[ast.stmt]:
+    """The statement, and those of its file that it names, and those that these name."""
+    found, queue = [], [node]
+    while queue:
+        if (node := queue.pop()) not in found:
+            found.append(node)
+            queue += [parts[one.id] for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in parts]
+    return found
+
+
+FOLLOWS = "pytest.mark.follows("
 LEFT_OUT = object()
 """In place of a value: the key is to be left out."""
 Way = tuple[tuple[str, object], ...]

@@ -6,6 +6,7 @@ import ast
 import copy
 import json
 import re
+import shlex
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support.advice import (
     FLAG,
     HOUSE,
@@ -25,6 +27,7 @@ from support.advice import (
     flags_of,
     is_followed,
     legal,
+    links,
     messages,
     name_of,
     strings,
@@ -32,6 +35,7 @@ from support.advice import (
     verbs,
     ways,
 )
+from support.followed import found_in
 from test_followed_calls import FOLLOWED as BY_CALL
 from test_followed_commands import FOLLOWED as BY_COMMAND
 from test_rules import CASES, attempt, with_own_loss
@@ -40,7 +44,7 @@ from meshwright import ConfigError, Layout, UnsupportedError
 from meshwright.cli.arguments import read_launch
 from meshwright.cli.main import main
 from meshwright.core.config import to_dict
-from meshwright.core.errors import MeshwrightError
+from meshwright.core.errors import MeshwrightError, MissingExtraError
 from meshwright.data import SourceOptions, load_tokenizer, open_corpus, prepare
 from meshwright.introspection.source import as_module
 from meshwright.training.build import build_schedule
@@ -246,6 +250,7 @@ def test_a_verb_speaks_of_flags_that_it_takes(verb):
     assert said <= flags_of(verb) | {"--layout", "--process", "--data"}
 
 
+@pytest.mark.follows("pip install")
 def test_every_extra_that_is_missed_can_be_installed():
     extras = tomllib.loads((HOUSE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     calls = [
@@ -260,6 +265,15 @@ def test_every_extra_that_is_missed_can_be_installed():
         if extra:
             brought = [need for line in extras[extra] for need in requires(re.split(r"[>\[]", line)[0]) or ()]
             assert any(line.startswith(package) for line in [*extras[extra], *brought]), f"{place}: {package}"
+        error = str(MissingExtraError("it", package or "it", extra))
+        command = found_in(
+            "which is not installed. Install it with: .*pip (install .*)", error
+        )  # or uv's "pip install"
+        named = {line.name for line in map(Requirement, shlex.split(command)[1:])}  # as pip reads them
+        assert named and named <= {
+            package or "it",
+            *(Requirement(line).name for lines in extras.values() for line in lines),
+        }
 
 
 CONFIGS = [
@@ -443,82 +457,17 @@ def test_what_a_refusal_says_of_inspect_is_so(tmp_path, capsys):
     assert "4; 1 of them cannot be used:" in capsys.readouterr().out
 
 
-NOT_HERE: dict[str, set[str]] = {
-    "needs several ranks, in a loop of one's own: tests/distributed run such loops": {
-        "apply_context_parallel()",
-        "build_pipeline_stage()",
-        "context_parallel_rows()",
-        "device_mesh=",
-        "evaluate()",
-        "forward_backward()",
-        "generate()",
-        "layout.dp_shard",
-        "mesh_dim_names=",
-        "model.data_rank",
-        "model.data_ranks",
-        "param_dtype=",
-    },
-    "needs a comparison of ranks, or a checkpoint of low-bit state": {
-        "techniques.float8 = rowwise",
-        "techniques.optimizer_state",
-        "techniques.stochastic_rounding",
-    },
-    "needs a run that goes on at another rate, or whose steps are not finite: tests/e2e": {
-        "optimizer.lr",
-        "optimizer.lr = …",
-    },
-    "needs an accelerator for which torch knows no backend": {
-        "process.backend = gloo",
-        "process.backend = …",
-    },
-    "needs a model that fits on no GPU, quantized weights, or one that this transformers writes otherwise": {
-        "save_original_format=",
-        "techniques.optimizer_state = 8bit",
-        "techniques.quantize_frozen = nf4",
-    },
-    "needs a forward that reads the bytes of a weight in 4 bits: tests/distributed/test_quantized_weights.py": {
-        "state_dict()",
-    },
-    "in a text that names the flag, which is followed: tests/unit/test_followed_commands.py": {"model.vocab_size"},
-    "needs images beside text in a mixture: tests/unit/test_images.py": {
-        "data.mixture, by 'it'",
-    },
-    "of Lightning Fabric, transformers' Trainer or lm-eval, which take seconds to import: tests/distributed": {
-        "--tasks",
-        "MeshwrightStrategy()",
-        "optimizer_cls_and_kwargs=",
-        "save()",
-        "strict=",
-    },
-    "needs a network, or an account of another service": {
-        "--local-dir",
-        "--repo-type",
-        "--revision",
-        "logging.wandb = offline",
-        "pip install",
-    },
-    "needs a module of experts, with no config that states how many a token goes to": {
-        "model.config",
-    },
-    "needs adapters that were trained beside a base in 4 bits: tests/e2e/test_adapter_folders.py": {
-        "--techniques.quantize_frozen",
-        "techniques.quantize_frozen",
-    },
-    "runs another script: tests/e2e/test_observe.py": {
-        "meshwright observe",
-    },
-    "is printed at the end of a run: tests/e2e train and convert": {
-        "meshwright convert",
-    },
-    "keys that are known when they are printed, each followed under its own name": {
-        "techniques.precision",
-        "…, by 'it'",
-    },
+FOLLOWED_BY_MARKER = links()
+KEYS_PRINTED = {
+    "planning/pipeline/plan.py": {"techniques.layers_per_stage, by 'it'", "techniques.pipeline_cuts, by 'it'"},
+    "planning/quantize.py": {"techniques.quantize_frozen, by 'it'", "techniques.quantize_frozen = none"},
+    "planning/recompute.py": {"techniques.checkpoint_keep, by 'it'"},
+    "planning/tensor/make.py": {"techniques.async_tensor_parallel = false"},
 }
-"""Advices that no test of this file follows, by the reason."""
+"""Files whose messages name a key that is known when they are printed, and the advices as they are printed."""
 
 
-def test_every_advice_is_followed_or_excused():
+def test_every_advice_is_followed():
     known = {
         *BY_CALL,
         *BY_COMMAND,
@@ -526,11 +475,36 @@ def test_every_advice_is_followed_or_excused():
         *BY_SOURCE,
         *BY_STREAM,
         *BY_INSPECTION,
+        *FOLLOWED_BY_MARKER,
         *(name for names in BY_RULE.values() for name in names),
     }
-    asked = {name for message in messages() for name in advices(message.text)}
-    open_ = {name for name in asked if not is_followed(name, known)}
-    excused = {name for names in NOT_HERE.values() for name in names}
-    places = {name: [m.place for m in messages() if name in advices(m.text)] for name in open_ - excused}
-    assert not places, f"follow these in a case of this file, or give the reason in NOT_HERE: {places}"
-    assert not excused - open_, "these are followed, or no longer advised"
+    assert not set().union(*KEYS_PRINTED.values()) - known
+    places: dict[str, list[str]] = {}
+    for message in messages():
+        for name in advices(message.text):
+            places.setdefault(name, []).append(message.place)
+    printed = {place.partition(":")[0] for place in places.pop("…, by 'it'")}
+    assert printed == KEYS_PRINTED.keys(), "name here the keys that these files print"
+    left = {name: where for name, where in places.items() if not is_followed(name, known)}
+    assert not left, f"follow these in a case of this file, or in a test with the marker follows: {left}"
+
+
+def test_a_test_that_follows_an_advice_quotes_its_message():
+    """Four words in a row of the message, and the name that it advises."""
+    said: dict[str, list[str]] = {}
+    for message in messages():
+        for name in advices(message.text):
+            said.setdefault(name, []).append(message.text)
+    assert len(FOLLOWED_BY_MARKER) > 30
+    for name, tests in FOLLOWED_BY_MARKER.items():
+        assert name in said, f"{name} is no longer advised: {list(tests)}"
+        for node, source in tests.items():
+            words = re.sub(r"\s+", " ", re.sub(r'"\s*\n\s*f?"', "", source))
+            assert any(quoted(text, words) for text in said[name]), f"{node} quotes no message that advises {name}"
+            bare = re.sub(r"^(meshwright|pip) |[(]?[)]?=?$| = .*|, by 'it'", "", name).rpartition(".")[2]
+            assert bare in words, f"{node} does not name {name}"
+
+
+def quoted(text: str, source: str) -> bool:
+    parts = [part.split() for part in re.split("«[^»]*»", text)]
+    return any(" ".join(part[at : at + 4]) in source for part in parts for at in range(len(part) - 3))

@@ -363,6 +363,7 @@ def test_a_row_whose_image_breaks_later_is_left_out_and_said(llava, data):
         next(Loader(both, 2, finish=pixels))
 
 
+@pytest.mark.follows("data.mixture, by 'it'")
 def test_parts_of_a_mixture_get_rows_alike(llava, data):
     pictured, pixels = opened(data, llava, conversations())
     source = write_rows(data / "plain" / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
@@ -376,8 +377,12 @@ def test_parts_of_a_mixture_get_rows_alike(llava, data):
     (data / "text").mkdir()
     (data / "text" / "a.txt").write_text("some words " * 99)
     text = prepare(str(data / "text"), FileTokenizer(llava), cache_dir=cache)
-    with pytest.raises(UnsupportedError, match="'words' of data.mixture is plain text"):
+    with pytest.raises(
+        UnsupportedError,
+        match="'words' of data.mixture is plain text, of which .*: leave it out, or write it as conversations",
+    ):
         beside_images([replace(plain, training=pictured), open_corpus(text.folder)], ["images", "words"])
+    assert len(beside_images([replace(plain, training=pictured)], ["images"])) == 1
 
 
 def test_a_stream_reads_no_images(llava, data):

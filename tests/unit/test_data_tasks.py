@@ -111,6 +111,7 @@ def test_the_assistants_turns_are_learnt_with_the_tokens_that_end_them(tmp_path,
 QUESTION, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 
 
+@pytest.mark.follows("data.template = own")
 @pytest.mark.parametrize("template", ["own", "{root}/chat_template.jinja"])
 @pytest.mark.parametrize(
     ("row", "as_messages"),
@@ -132,7 +133,8 @@ def test_a_template_that_is_given_writes_prompts_and_answers_of_text_as_turns(
     split = built(tmp_path, [row], tokenizer, template=template.replace("{root}", str(tmp_path)))
     assert split.tokens.tolist() == asked.tokens.tolist() and split.is_learnt.tolist() == asked.is_learnt.tolist()
     recipe = TokenisingRecipe(list_sources((str(tmp_path / "a.jsonl"),)), SourceOptions(()), tokenizer, 0.0)
-    assert any("data.template = own" in note for note in recipe.notes()), "without it, that is said"
+    words = "writes prompts and answers as they are, not by the tokenizer's chat template: for that, set"
+    assert any(f"{words} data.template = own" in note for note in recipe.notes()), "without it, that is said"
 
 
 SHARED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -162,9 +163,18 @@ def test_backends_that_are_missing_beside_an_accelerator_are_named(monkeypatch, 
     with caplog.at_level(logging.INFO, logger="meshwright"):
         choose_backend(DEFAULT_BACKEND)
     assert "back ends that this machine lacks were dropped: xpu:xccl" in caplog.text
-    found_here(monkeypatch, "mtia")
-    with pytest.raises(ConfigError, match="torch knows no backend for mtia.*process.backend = 'cpu:gloo,mtia:…'"):
+
+
+@pytest.mark.follows("process.backend = gloo", "process.backend = …")
+def test_an_accelerator_without_a_backend_is_given_one_or_left(monkeypatch):
+    found_here(monkeypatch, "mtia", backends=("mine",))
+    with pytest.raises(ConfigError, match="torch knows no backend for mtia, the accel") as refused:
         choose_backend(DEFAULT_BACKEND)
+    named, alone = re.findall("process.backend = '(.*?)'", str(refused.value))
+    assert choose_backend(alone) == ("gloo", "cpu")
+    assert choose_backend(named.replace("…", "mine")) == ("cpu:gloo,mtia:mine", "mtia")
+    monkeypatch.setitem(dist.Backend.default_device_backend_map, "mtia", "mine")  # as its package registers it
+    assert choose_backend(DEFAULT_BACKEND) == ("cpu:gloo,mtia:mine", "mtia")
 
 
 def test_small_agreed_values_travel_on_the_accelerator_where_the_cpu_has_no_backend(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 from support.advice import advices, is_followed, value_of, ways
+from support.families import config_of, on_cpu
 from support.followed import found_in, said, snippet
 from support.tokenizers_made import save_way
 from test_rules import MODELS, of_images
@@ -35,11 +37,15 @@ from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize
 from meshwright.distributed.pipeline.stage_module import decoder_config
 from meshwright.distributed.pipeline_parallel import PipelineStageModule
 from meshwright.integrations.training_arguments import SFT_CONFIG, TRAINING_ARGUMENTS, _precision, refuse
+from meshwright.introspection.source import read_causal_lm
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.rules import check_data
 from meshwright.planning.techniques import Precision
+from meshwright.simulation.foresee import foresee
 from meshwright.training.recording import check_recordings
 from meshwright.verification.of_config import check_size
+from meshwright.verification.problem import Problem, RandomBatches
+from meshwright.verification.routes import refuse_unseen
 
 DEBUG = SIZES["debug"]
 ONE, H100 = Layout(dp_shard=1), Cluster(2, gpu="h100")
@@ -90,13 +96,70 @@ def of_rows(output, batch):
 
 
 def foreseen(**given):
-    from meshwright.simulation.foresee import foresee
-
     return foresee(DEBUG, **{"batch": Batch(2, 16), "cluster": H100, **given})
+
+
+def of_experts(**config):
+    model = on_cpu(config_of("qwen3_moe"))
+    model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    return foresee(model, batch=Batch(2, 16), cluster=H100)
+
+
+def of_folder(techniques: dict[str, Any], **more):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Path("config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 96, **sizes, **more}))
+    return parallelize(read_causal_lm("."), ONE, techniques=techniques)
+
+
+def on_one_card(techniques: dict[str, Any]):
+    layers = replace(SIZES["1B"], n_layers=24)
+    return foresee(layers, batch=Batch(8, 2048), cluster=Cluster(1, gpu="rtx4090"), techniques=techniques)
+
+
+def verified(**changes):
+    techniques = {"float8": "tensorwise", "compile": True, **changes}
+    moe = replace(DEBUG, moe=MoEConfig(n_experts=4, top_k=2))
+    refuse_unseen(Problem(moe, RandomBatches(61), techniques=techniques))
+    return planned(moe, DDP2, techniques)
+
+
+def in_4_bits(**changes):
+    adapters = {"rank": 4, "targets": ["w_up"]}
+    return parallelize(DEBUG, ONE, techniques={"adapters": adapters, "quantize_frozen": "nf4", **changes})
 
 
 GROUPS = [{"params": [nn.Parameter(torch.ones(2, 2))], "lr_scale": 1.0}]
 CALLS = [
+    (
+        ["forward_backward()", "loss_fn="],
+        lambda: parallelize(Chain(), ONE)(ROWS["tokens"]).sum().backward(),
+        lambda text: parallelize(Chain(), ONE, loss_fn=Loss(fn, reduction="mean")).forward_backward(ROWS),
+    ),
+    (
+        ["model.config"],
+        lambda: of_experts(),
+        lambda text: of_experts(**vars(eval(found_in(r"which may be types\.(.*\))", text)))),
+    ),
+    (
+        ["techniques.optimizer_state = 8bit"],
+        lambda: on_one_card({}),
+        lambda text: on_one_card(asked(text)),
+    ),
+    (
+        ["techniques.float8 = rowwise", "techniques.compile = false"],
+        lambda: verified(),
+        lambda text: [verified(**{key.removeprefix("techniques."): value}) for ((key, value),) in ways(text)],
+    ),
+    (
+        ["techniques.quantize_frozen = nf4"],
+        lambda: of_folder({}, quantization_config={"quant_method": "fp8"}),
+        lambda text: of_folder({"freeze": ["layers"], **asked(text)}).plan.quantize.modules[0],
+    ),
+    (
+        ["techniques.quantize_frozen, by 'it'"],
+        lambda: plan(in_4_bits().parts[0], ONE, techniques={"quantize_frozen": "nf4"}),
+        lambda text: (plan(in_4_bits().parts[0], ONE), in_4_bits()),
+    ),
     (
         ["Cluster()", "gpu="],
         lambda: foreseen(cluster=Cluster(2)),
@@ -322,6 +385,11 @@ CALLS = [
         ["data.template"],
         lambda: corpus({"a.jsonl": TALK, "t.jinja": TEMPLATE}),
         lambda text: corpus({"a.jsonl": TALK, "t.jinja": TEMPLATE}, template="t.jinja"),
+    ),
+    (
+        ["data.template, by 'it'"],
+        lambda: corpus({"a.jsonl": '{"text": "some text"}', "t.jinja": TEMPLATE}, template="t.jinja"),
+        lambda text: corpus({"a.jsonl": '{"text": "some text"}'}),
     ),
     (
         ["data.mixture"],

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shlex
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.advice import advices
 from support.followed import Reached, command, found_in, printed, said
 
 from meshwright.comparison.trace import TraceFile
+from meshwright.data.scan import scan_sources
 from meshwright.distributed.process.workers import WorkerPool
 from meshwright.distributed.process.world import check_nodes_in_use
+from meshwright.introspection.source import read_causal_lm
+from meshwright.training.config import Config
+from meshwright.training.fine_tuning import with_base
 from meshwright.training.rehearsal import Rehearsal, to_json
 
 SMALL = (
@@ -118,7 +127,7 @@ COMMANDS = [
     (
         "plan --world=2 --data.tokenizer=absent.json",
         "plan --world=2 --data.tokenizer=absent.json --model.vocab_size=300",
-        ["--model.vocab_size"],
+        ["--model.vocab_size", "model.vocab_size"],
         "planning.build.plan",
     ),
     (
@@ -226,6 +235,51 @@ def test_too_many_processes_are_planned_rehearsed_launched_or_insisted_on(folder
     with patch("meshwright.training.launch.WorkerPool", side_effect=Reached) as pool:
         said(command(f"train {many} --process.count={count} --run=r {SMALL}"))
     assert pool.call_args.args[0] == 4096 and pool.call_args.kwargs["oversubscribe"]
+
+
+@pytest.mark.follows("--local-dir", "--repo-type", "--revision")
+def test_what_the_hub_has_is_fetched_by_its_own_command(folder, tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub.cli.download", reason="needs the extra 'hf'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.cli.hf import app
+
+    def fetched(**given):
+        """Lay files where the hub's client would."""
+        inspect.signature(snapshot_download).bind(**given)
+        asked.append((given["repo_id"], given["repo_type"], given["revision"]))
+        place = Path(given["local_dir"] or "hub/datasets--some--rows/snapshots/1")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "a.jsonl").write_text('{"text": "a"}')
+        (place / "config.json").write_text(json.dumps(LLAMA))
+        return str(place)
+
+    def fetch(text: str) -> None:
+        words = shlex.split(found_in(r"hf (download [^'),]*)", text))
+        with pytest.raises(SystemExit) as ended:
+            app(words)
+        assert not ended.value.code
+
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.cli.download.snapshot_download", fetched)
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    lora |= {"base_model_name_or_path": "some/base", "revision": "abc"}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps(lora))
+    weights = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{ab}.weight": torch.ones(4, 4) for ab in "AB"}
+    save_file(weights, tmp_path / "lora/adapter_model.safetensors")
+    of_rows, of_model = said(lambda: scan_sources("some/rows")), said(lambda: read_causal_lm("some/model"))
+    of_base = said(lambda: with_base(Config.from_dict({"model": {"hf": "lora"}})))
+    assert "Nothing is downloaded: fetch it with 'hf download --repo-type dataset" in of_rows
+    assert "fetch this one with 'hf download some/model --local-dir" in of_model
+    assert "(to fetch it: hf download some/base --revision abc" in of_base
+    for text in (of_rows, of_model, of_base):
+        fetch(text)
+    assert asked == [("some/rows", "dataset", None), ("some/model", "model", None), ("some/base", "model", "abc")]
+    named = Config.from_dict({"model": {"hf": "BASE", "adapter": "lora"}})
+    assert "with --model.hf=BASE --model.adapter=lora" in of_base and with_base(named).model == named.model
+    assert scan_sources("some/rows").files and read_causal_lm("FOLDER").config.vocab_size == 300
 
 
 def test_a_trace_that_cannot_be_read_is_written_as_its_message_says(folder):

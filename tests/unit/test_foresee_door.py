@@ -128,6 +128,9 @@ def test_a_layout_that_does_not_fit_is_no_choice():
     assert json.loads(judged.to_json())["chosen"] is None
     with pytest.raises(ConfigError, match="nothing fits on 1 RTX4090: the smallest layout .* GB too much"):
         foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"))
+    with pytest.raises(ConfigError, match="Take more GPUs or a larger card, or shorter rows"):
+        few = {"optimizer_state": "8bit"}
+        foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"), techniques=few)
 
 
 @pytest.mark.fast

@@ -407,17 +407,37 @@ def test_pickled_weights_are_not_taken_for_none(folder):
         TensorFiles(folder)
 
 
-def test_a_conversion_that_slices_cannot_do_is_refused(tmp_path, monkeypatch):
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import Transpose, WeightConverter
+@pytest.mark.follows("save_original_format=")
+def test_a_conversion_that_slices_cannot_do_is_done_by_transformers(tmp_path):
+    """The hub's folders of this family have each expert's weights the other way round than the model."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-    saved(tmp_path)
-    rows = [WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1)])]
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: rows)
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    vision = {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    text = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
+    text |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    config = Qwen3VLMoeConfig(text_config=sizes | text, vision_config=sizes | vision | {"num_position_embeddings": 16})
+    model = Qwen3VLMoeForConditionalGeneration(config)
+
+    def differing(folder: Path) -> list[str]:
+        made = loaded(folder)
+        return [name for name, value in model.named_parameters() if not torch.equal(value, made.get_parameter(name))]
+
+    model.save_pretrained(tmp_path)
+    assert differing(tmp_path) == []
+    stored = {
+        name: value.mT.contiguous() if ".experts." in name else value
+        for name, value in load_file(tmp_path / SINGLE).items()
+    }
+    save_file(stored, tmp_path / SINGLE, {"format": "pt"})
     with pytest.raises(
-        UnsupportedError, match=r"model\.layers\.0\.self_attn\.o_proj\.weight is made of .* by Transpose"
+        UnsupportedError, match=r"experts.down_proj is made of .* by Transpose, which cannot be done on sl"
     ):
         loaded(tmp_path)
+    own = type(model).from_pretrained(tmp_path)
+    own.save_pretrained(tmp_path / "own", save_original_format=False)
+    assert differing(tmp_path / "own") == []
 
 
 @pytest.mark.all

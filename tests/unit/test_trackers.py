@@ -216,6 +216,24 @@ def test_a_wandb_that_refuses_ends_the_start_and_one_that_is_lost_is_said_once(f
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
+@pytest.mark.follows("logging.wandb = offline")
+@needs_wandb
+def test_without_an_account_the_real_wandb_is_used_offline(tmp_path, monkeypatch):
+    for name, value in {"WANDB_API_KEY": "", "WANDB_ERROR_REPORTING": "false", "NETRC": str(tmp_path / "none")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("socket.socket.connect_ex", lambda *args: pytest.fail("went to the network"))
+    with pytest.raises(
+        MeshwrightError, match=r'or set logging.wandb = "offline" and send the files later with: wandb sy'
+    ):
+        open_trackers(tmp_path, logging(wandb="online"), "run", {}, print)
+    trackers = open_trackers(tmp_path, logging(wandb="offline"), "run", {}, print)
+    trackers.log(1, {"loss": 1.0})
+    trackers.close()
+    _, _, (_, place) = trackers.places
+    assert place.startswith("wandb  (wandb sync --id ") and list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"id": "../../x", "furthest": 1}', '{"id": "abc", "furthest": "1"}'])
 def test_a_foreign_wandb_file_is_refused(fake, tmp_path, text):
     (tmp_path / "wandb.json").write_text(text)

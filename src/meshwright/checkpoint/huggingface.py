@@ -169,6 +169,7 @@ class _Match:
     def of(cls, model: nn.Module, files: TensorFiles, of_adapters: TensorFiles | None = None) -> _Match:
         tensors, aliases, derived = _names(model)
         destinations = Destinations(model)
+        shapes = {name: destinations.shape_of(tensor) for name, tensor in tensors.items()}
         shared = _shared(model)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in shared}
         adapters = {
@@ -177,7 +178,7 @@ class _Match:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in adapters}
         # by the names of a model without adapters; from here on by the model's own
         own = {name: base_name(name) for name in (*tensors, *aliases)}
-        found = sources(model, own.values(), files)
+        found = sources(model, {base: shapes[aliases.get(name, name)] for name, base in own.items()}, files)
         left = {name: source for name, source in found.items() if name not in own.values()}
         found = {name: found[base] for name, base in own.items() if base in found} | left
         chosen, twice = {}, {}

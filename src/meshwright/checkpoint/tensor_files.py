@@ -6,7 +6,7 @@ The conversions of keys and tensors come from transformers' own table for the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -297,11 +297,11 @@ class Concatenated(_Composed):
         return torch.cat(found, dim=self.dim)
 
 
-def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[str, Source]:
+def sources(model: nn.Module, known: Mapping[str, tuple[int, ...]], files: TensorFiles) -> dict[str, Source]:
     """Map each name in the model to what the files have for it; names that the model lacks stay as they are.
 
     Args:
-        known: every name of a parameter or persistent buffer of ``model``, all names of tied ones included.
+        known: the whole shape of every parameter and persistent buffer of ``model``, under all names of tied ones.
 
     Raises:
         UnsupportedError: transformers makes a tensor of the stored ones other than by stacking and joining.
@@ -322,6 +322,7 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
             module.__class__ = kind
     renamings = [row for row in table if isinstance(row, WeightRenaming)]
     converters = [row for row in table if isinstance(row, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     names, prefix = dict.fromkeys(known, True), getattr(model, "base_model_prefix", "")
     direct: dict[str, Source] = {}
     collected: dict[str, dict[str, list[Source]]] = {}
@@ -329,11 +330,12 @@ def sources(model: nn.Module, known: Iterable[str], files: TensorFiles) -> dict[
         name, matched = rename_source_key(stored, renamings, converters, prefix, names)
         if name not in names and stored in names:
             name, matched = stored, None
-        if matched is None:
+        shape = files.tensors[stored].shape
+        turns = matched is not None and [getattr(each, "check_dims", False) for each in by_pattern[matched].operations]
+        if matched is None or (turns and all(turns) and shape == known.get(name, shape)):  # it turns other shapes only
             direct[name] = Stored(files, stored)
         else:
             collected.setdefault(name, {}).setdefault(matched, []).append(Stored(files, stored))
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     return direct | {name: _converted(by_pattern[next(iter(parts))], parts, name) for name, parts in collected.items()}
 
 

@@ -28,6 +28,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import ranks_per_node
 from meshwright.distributed.recompute.kept import streams
+from meshwright.distributed.setup import single_process_mesh
 from meshwright.distributed.step.part import ModelPart
 from meshwright.integrations.rows import RowsOfRank
 from meshwright.introspection.facts import model_facts
@@ -281,6 +282,8 @@ def lay_out_averaged(module: nn.Module, mesh: Any, device: str, techniques: Tech
             f"{DOOR}: techniques.precision.compute = float16 needs a loss that is scaled, and this loop scales none:"
             f" set bfloat16, or use parallelize(...)"
         )
+    if mesh is None and plan.data.technique == "fully_shard":  # in one process it casts
+        mesh = single_process_mesh(device)
     made = lay_out_module(module, facts, plan, mesh, order.NAMES, door=DOOR, seed=seed)
     return ParallelModel([ModelPart(made, plan, facts)], plan, facts, mesh)
 

@@ -262,11 +262,12 @@ class _Question:
         if not found.best and found.smallest is not None:
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9
+            fewer_bits = "techniques.optimizer_state = 8bit, " if self.techniques.optimizer_state == "full" else ""
             raise ConfigError(
                 f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
                 f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
                 f" {beyond:.1f} GB too much. {self._without(job, kept, legal)}Take more GPUs or a larger card,"
-                f" techniques.optimizer_state = 8bit, or shorter rows."
+                f" {fewer_bits}or shorter rows."
             )
         legal = cache(legal)  # most of the front are among the fastest
         shown, refused = legal_among(found.best, self.techniques, legal)

@@ -388,10 +388,12 @@ class Teller:
             peak = new.peak * was / rate
             advice = f"to go on at that rate, set optimizer.lr = {peak:.6g}"
             if new.kind != "constant":
+                flat = replace(new, kind="constant")  # within its warm-up this is below its peak too
+                flat_peak = new.peak * was / flat(flat.place(step, self.at.tokens + 1))
                 advice += (
                     f" (it ends at {new(new.total_steps - 1) * was / rate:.2e}), or schedule.kind = constant beside"
                 )
-                advice += f" optimizer.lr = {was:.6g}"
+                advice += f" optimizer.lr = {flat_peak:.6g}"
         self.say(
             f"note: the learning rate jumps: step {step + 1} has {rate:.2e}, where the schedule before had {was:.2e}"
             f" ({', '.join(of_rate)}); {advice}"
