@@ -37,8 +37,12 @@ from meshwright.simulation.search import Candidate, Pin, Progress, divisors, sea
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
-AXES = (("tp",), ("pp",), ("cp",), ("tp", "pp"), ("tp", "cp"), ("pp", "cp"), ("tp", "pp", "cp"))
-"""Axes that are done without where rules refuse all of the fastest layouts."""
+WITHOUT = (("tp",), ("pp",), ("cp",), ("tp", "pp"), ("tp", "cp"), ("pp", "cp"), ("tp", "pp", "cp"))
+AXES = (
+    *(tuple(Pin(axis, "=", "1") for axis in axes) for axes in WITHOUT),
+    *((Pin(axis, ">=", "2"),) for axis in ("tp", "cp", "pp")),
+)
+"""What is pinned of axes where rules refuse all of the fastest layouts: none, or one that a setting is about."""
 BEYOND = 500
 """Candidates that rules are asked about before no layout is called legal."""
 FASTER = 0.98
@@ -272,11 +276,11 @@ class _Question:
         legal = cache(legal)  # most of the front are among the fastest
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
-        for axes in AXES if found.best else ():
+        for some in AXES if found.best else ():
             if shown:
                 break
-            fewer = search(job, (*pins, *(Pin(axis, "=", "1") for axis in axes)))  # what rules refuse hangs on axes
-            shown, front = (legal_among(some, self.techniques, legal)[0] for some in (fewer.best, fewer.front))
+            fewer = search(job, (*pins, *some))  # what rules refuse hangs on axes
+            shown, front = (legal_among(one, self.techniques, legal)[0] for one in (fewer.best, fewer.front))
         if not shown:
             beyond_usual = search(job, pins, keep=BEYOND, usual=False)
             shown, others = legal_among(beyond_usual.best, self.techniques, legal)
