@@ -242,7 +242,7 @@ class ParallelModel(nn.Module):
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
 
-    def _open_step(self, batch: step_batch.Brought) -> OpenedStep:
+    def _open_step(self, batch: step_batch.Brought, *, trains: bool = True) -> OpenedStep:
         """Check batches, agree and count (see ``StepOpening``).
 
         On the first batch all raise ConfigError if losses are not as declared, or rows depend on each other.
@@ -259,7 +259,7 @@ class ParallelModel(nn.Module):
                 rows = pipeline.rows_per_microbatch(len(tokens), 2 if self._pairs else 1)  # keeps its ranks busy
             return step_batch.microbatches(named, rows)
 
-        step = self.refer(self._opening.open(bring))
+        step = self.refer(self._opening.open(bring, trains=trains))
         is_judged = "tokens" in step.pieces[0] or self.plan.premises_known
         if not self._is_checked and not (self._adds_up and is_judged):
             with evaluating(self._parts):
@@ -303,7 +303,7 @@ class ParallelModel(nn.Module):
 
     def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
         """Compute the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
-        pieces, tokens, weight, _ = self._open_step(batch)
+        pieces, tokens, weight, _ = self._open_step(batch, trains=False)
         with evaluating(self._parts):
             total = self._runner.evaluate(pieces)
         return self._of_all_ranks(total / (weight or 1.0), tokens, weight)

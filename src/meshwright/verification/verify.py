@@ -142,10 +142,10 @@ def verify(
         elif (facts := model_facts(as_module(problem.source()))).balances_microbatches:
             # losses depend on each row's microbatch on the layout
             rows, ranks = len(problem.batch(0)["tokens"]), shares_of(layout).data_ranks
-            own, made = rows // ranks, plan(facts, layout, techniques=problem.requested)
-            size = made.pipeline.rows_per_microbatch(own) if made.pipeline is not None else own
+            each, made = rows // ranks, plan(facts, layout, techniques=problem.requested)
+            size = made.pipeline.rows_per_microbatch(each) if made.pipeline is not None else each
             size = problem.microbatch_rows or size
-            problem = replace(problem, microbatches=tuple(row % own // size for row in range(rows)))
+            problem = replace(problem, microbatches=tuple(row % each // size for row in range(rows)))
         dtypes = dtypes or (("float32",) if problem.rounds_to == "float8" else ("float64", "float32"))
         problems = [
             replace(problem, dtype=dtype, optimizer=optimizer if dtype == "float64" else "sgd") for dtype in dtypes

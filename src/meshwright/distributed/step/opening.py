@@ -118,7 +118,7 @@ class StepOpening:
     row_groups: list[dist.ProcessGroup]
     counts_routed: bool
     is_first: bool = field(default=True, init=False)
-    """Whether no step was opened yet: the first one's batches are compared."""
+    """Whether no step was taken yet: the first one's batches are compared, those of an evaluation may be alike."""
     needs_tokens: str = field(init=False)
     """The part of the layout that knows batches by their tokens, or ""."""
 
@@ -132,7 +132,7 @@ class StepOpening:
         """Return a batch, or microbatches, under the keys of this library, with its images counted by rows."""
         return step_batch.named(batch, self.signature, self.facts.images)
 
-    def open(self, bring: Callable[[], list[step_batch.Batch]]) -> OpenedStep:
+    def open(self, bring: Callable[[], list[step_batch.Batch]], *, trains: bool = True) -> OpenedStep:
         """Check batches, agree, and count tokens that have a loss, their weight, and tokens that are no padding.
 
         One small all-reduce per data axis gives all ranks the counts of the whole step. ``bring`` returns this rank's
@@ -155,9 +155,10 @@ class StepOpening:
                 own.bring_parts = int(is_part)
             if self.may_lack_reference:
                 own.lack_reference = int(preference.lack_reference(pieces))
-            own.mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and not is_part else 0
+            own.mark = step_batch.fingerprint(pieces) % 2**20 if self.is_first and trains and not is_part else 0
         except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
             refusal = error
+        self.is_first = self.is_first and not trains
         return self._agreed(pieces, own, rows_word, refusal)
 
     def _agreed(
@@ -167,7 +168,6 @@ class StepOpening:
         same_rows = agree.is_equal(rows_word if refusal is None else None, self.row_groups)
         if refusal is None and not same_rows:
             refusal = runtime.other_rows(self.plan.size(Axis.CP))
-        self.is_first = False
         own.refused = int(refusal is not None)
         own.microbatches_squared, own.mark_squared = own.microbatches**2, own.mark**2
         total, ranks = own.total(self.data_groups), self.plan.shares.batch_ranks
