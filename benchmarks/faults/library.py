@@ -189,8 +189,8 @@ PIPELINE = [
     Fault(
         "activations travel rounded to bfloat16",
         P + "run.py",
-        "            return kept.left\n",
-        "            return kept.left.to(torch.bfloat16).to(kept.left.dtype)\n",
+        "            sent = kept.left if is_activation else",
+        "            sent = kept.left.to(torch.bfloat16).to(kept.left.dtype) if is_activation else",
         DEEP,
         PP,
         r"output of layers\.3\.attention_norm \(forward\)",
