@@ -268,3 +268,23 @@ def test_an_encoder_that_sees_both_ways_is_equal(padded):
 def test_a_loss_of_neighbouring_tokens_is_refused():
     words = said(lambda: parallelize(DECODER, CP2, loss_fn=loss_of_pairs))
     assert "loss" in words and "cp" in words
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("rows", [1, 3])
+@ranks(2)
+def test_a_loss_that_takes_no_made_up_rows_is_tried_on_cut_rows(rows, reduction):
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert labels.shape[1] in (10, 20), "this rank's tokens, or whole rows"
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    batch = batch_of(61, rows=rows, length=20)
+    losses = []
+    for layout in (Layout(dp_shard=2), CP2):  # of data ranks, both bring the same rows
+        torch.manual_seed(0)
+        model = parallelize(DECODER, layout, loss_fn=loss)
+        if reduction == "mean":
+            assert "a mean over its count, not a sum" in refusal(lambda: model.forward_backward(batch))  # noqa: B023
+            continue
+        losses.append(float(model.forward_backward(batch).loss))
+    assert losses[1:] == pytest.approx(losses[:1], rel=1e-6)

@@ -8,9 +8,9 @@ import os
 import signal
 from pathlib import Path
 
-import fsspec
 import pytest
 from e2e_runs import Job, finish, losses, metrics, only_run, start
+from support.buckets import bucket
 from test_signals import wait_until
 
 from meshwright.checkpoint.folder import CheckpointFolder
@@ -21,24 +21,12 @@ from meshwright.training.run.request import completed
 
 pytestmark = pytest.mark.all
 
-AT_S3 = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_DEFAULT_REGION": "us-east-1"}
-
 
 @pytest.fixture(scope="module")
 def s3():
-    """The environment for a server of moto's on loopback, which has a bucket."""
-    pytest.importorskip("s3fs", reason="extra remote: s3fs")
-    moto = pytest.importorskip("moto.server", reason="moto[server]: a stand-in for S3")
-    server = moto.ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = AT_S3 | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}
-    with pytest.MonkeyPatch.context() as patched:
-        for key, value in environment.items():
-            patched.setenv(key, value)
-        fsspec.filesystem("s3").mkdir("bucket")
+    """The environment for a server which has a bucket."""
+    with bucket() as environment:
         yield environment
-    server.stop()
 
 
 def said(*words) -> str:

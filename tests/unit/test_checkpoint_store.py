@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 import xxhash
+from support.buckets import bucket
 
 from meshwright.checkpoint import manifest as manifests
 from meshwright.checkpoint import pieces as packs
@@ -91,19 +92,9 @@ def equal(found: dict, wanted: dict) -> bool:
 
 @pytest.fixture(scope="module")
 def s3():
-    """The address of a bucket on a server of moto's, on loopback."""
-    pytest.importorskip("s3fs", reason="extra remote: s3fs")
-    moto = pytest.importorskip("moto.server", reason="moto[server]: a stand-in for S3")
-    server = moto.ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patched:
-        for key, value in [("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y"), ("DEFAULT_REGION", "us-east-1")]:
-            patched.setenv(f"AWS_{key}", value)
-        patched.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        fsspec.filesystem("s3").mkdir("bucket")
+    """The address of a bucket."""
+    with bucket():
         yield "s3://bucket"
-    server.stop()
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -296,7 +287,7 @@ def test_of_two_jobs_that_save_one_step_the_second_is_refused(tmp_path):
 
 
 def test_a_bucket_that_is_not_there_is_said_before_anything_is_saved(s3):
-    with pytest.raises(ConfigError, match="s3://no-such-bucket-here/run .*: create it, or give credentials"):
+    with pytest.raises(ConfigError, match="s3://no-such-bucket-here/run .*: create it, or give one that this user or"):
         CheckpointFolder("s3://no-such-bucket-here/run").refuse_others({})
     CheckpointFolder(f"{s3}/fresh").refuse_others({})
 

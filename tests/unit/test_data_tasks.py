@@ -203,7 +203,7 @@ def test_an_answer_that_later_turns_rewrite_becomes_an_example_of_its_own(tmp_pa
             {},
             r"conversations cannot be written out without a chat template, and bytes have none",
         ),
-        ({"messages": TALK}, {"template": "none.jinja"}, "data.template = 'none.jinja' does not exist"),
+        ({"messages": TALK}, {"template": "none.jinja"}, "data.template = .none.jinja. does not exist"),
         (
             {"messages": "hello"},
             {"task": "chat", "template": "{root}/t.jinja"},

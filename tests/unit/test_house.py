@@ -81,12 +81,12 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (16, 4420, 19),
+    "checkpoint": (16, 4430, 19),
     "cli": (20, 2330, 16),
     "comparison": (4, 790, 0),
     "core": (19, 3150, 5),
     "data": (16, 6560, 40),
-    "distributed": (88, 21120, 107),
+    "distributed": (88, 21130, 107),
     "integrations": (9, 1750, 12),
     "introspection": (37, 10250, 50),
     "models": (4, 720, 5),

@@ -47,11 +47,13 @@ log = logging.getLogger("meshwright")
 
 WhenBusy = Literal["wait", "skip", "replace"]
 LINGER_SEC = 5.0
+"""Time that the first rank, which may host the store, gives the others to read how a save ended."""
 LOOK_SEC = 0.02
 """Time between two looks at the store, at first; it grows tenfold."""
 GRACE_SEC = 60.0
 """Time that a process which an error ends gives its last save; one that ends well waits for it."""
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that go to all processes of a run that is to end."""
 NICE = 5
 """How much the copying thread gives way to training."""
 

@@ -85,7 +85,7 @@ def load_template(path: str, folder: Path | None) -> ChatTemplate:
     if path not in ("", OWN):
         file = Path(path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"data.template = {path!r} does not exist; it is a file that holds a Jinja template")
+            raise ConfigError(f"data.template = {path!r} does not exist; it is a file with a Jinja template, or own")
         refuse_pointer(file)
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), tokens)

@@ -457,7 +457,7 @@ def describe(
     text = f"{sizes_text(splits, seq_len)} · {seq_len} tokens per row"
     if n_images := sum(len(split.images.places) for both in splits for split in both if isinstance(split, Pictured)):
         text += f" · {n_images:,} images"
-    text += f" · {config.batch.global_batch} rows per step"
+    text += f" · {(rows := config.batch.global_batch)} row{'s' * (rows > 1)} per step"
     if len(parts) == 1:
         return f"{text} · {epochs_text(epochs[parts[0].name])}"
     rows = [

@@ -191,10 +191,11 @@ def why_chosen(before: Config, after: Config, data: Counted) -> str:
         return ""
     rows = data.rows(before.data.seq_len)
     shorter = f" of {after.data.seq_len} tokens" * (before.data.seq_len != after.data.seq_len)
+    of_ranks = f", a multiple of {data.ranks} for the data ranks" * (data.ranks > 1)
     return (
         f"the data is small: its {rows} row{'s' * (rows != 1)} of {before.data.seq_len} tokens would make few steps of"
-        f" {usual} rows, so a step has {made}{shorter} (what you set of batch.global_batch, data.seq_len and epochs is"
-        f" kept)"
+        f" {usual} rows, so a step has {made}{shorter}{of_ranks} (what you set of batch.global_batch, data.seq_len and"
+        f" epochs is kept)"
     )
 
 

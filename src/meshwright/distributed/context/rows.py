@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -148,6 +148,13 @@ class CutRows:
         """Return this rank's tokens of (rows, length, …)."""
         return select(whole, self.own, 1)
 
+    def of(self, chosen: list[int]) -> CutRows:
+        """Return where the tokens of some of the rows lie."""
+        names = ("positions", "segments", "documents", "padding")
+        values = {name: value[chosen] for name in names if (value := getattr(self, name)) is not None}
+        places = self.places if self.places.shape[1] == 1 else self.places[:, chosen]
+        return replace(self, places=places, **values, count=len(chosen), memo={})
+
 
 def select(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """Return the elements of ``x`` along ``dim`` at an index per row, (rows or 1, n); dim 0 of ``x`` is rows."""
@@ -271,6 +278,12 @@ class CutBatch(dict[str, Tensor]):
     """A microbatch with one rank's tokens of each row; ``rows``: where the others lie."""
 
     rows: CutRows
+
+    def of(self, values: Mapping[str, Tensor], chosen: list[int]) -> CutBatch:
+        """Return a microbatch of some of the rows, whose values are given."""
+        made = CutBatch(values)
+        made.rows = self.rows.of(chosen)
+        return made
 
 
 def cut_batch(batch: Mapping[str, Tensor], rows: CutRows, *, whole_mask: bool = False) -> CutBatch:

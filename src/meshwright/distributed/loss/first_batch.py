@@ -16,6 +16,7 @@ from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import IGNORED, Loss, PreferenceLoss
+from meshwright.distributed.context.rows import CutBatch
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.step import batch as step_batch
 from meshwright.distributed.step.part import Batch, Runner
@@ -73,9 +74,12 @@ class FirstBatch:
         """
         piece, losses = pieces[0], self._losses
         if len(_tokens(piece)) < 2:
-            piece = {key: torch.cat((value, value)) for key, value in piece.items()}
-        whole = self._thinned(piece)
-        parts = [rows_of(whole, 0, 1), rows_of(whole, 1, len(_tokens(whole)))]
+            twice = {key: torch.cat((value, value)) for key, value in piece.items()}
+            piece = piece.of(twice, [0, 0]) if isinstance(piece, CutBatch) else twice
+        whole, number = self._thinned(piece), len(_tokens(piece))
+        parts: list[Batch] = [rows_of(whole, 0, 1), rows_of(whole, 1, number)]
+        if isinstance(whole, CutBatch):
+            parts = [whole.of(part, chosen) for part, chosen in zip(parts, ([0], [*range(1, number)]), strict=True)]
         readings: list[dict[str, Reading]] = []
         problem: Exception | None = None
         for batch in (whole, *parts):
@@ -118,7 +122,7 @@ class FirstBatch:
             only = torch.full_like(flat[row], IGNORED)
             only[kept] = flat[row][kept]
             thin[row] = only.view_as(labels[row])
-        return {**piece, "labels": thin}
+        return step_batch.with_value(piece, "labels", thin)
 
     def _verdict(self, name: str, whole: Reading, parts: list[Reading]) -> str:
         """Return what is wrong with a loss; "" if nothing is, or no number is finite to judge by."""

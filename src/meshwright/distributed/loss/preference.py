@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from meshwright.core.record import recall
 from meshwright.distributed.context.context_parallel import runtime_of as context_of
 from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.loss.peft_private import adapted_layers, switched_off
-from meshwright.distributed.step.batch import Batch, labels_of
+from meshwright.distributed.step.batch import Batch, labels_of, with_value
 from meshwright.distributed.tensor.layers import runtime_of
 from meshwright.distributed.tensor.loss import VocabularyShard, vocabulary_parallel_row_log_probs
 from meshwright.introspection.adapted_model import AdaptersRead, is_adapter
@@ -91,7 +90,7 @@ class PairsOfModel:
     def refer(self, pieces: Sequence[Batch], log_probs: Callable[[Batch], Tensor]) -> list[Batch]:
         """Give microbatches what the model without its adapters gives to their rows (collective)."""
         with switched_off(self._layers):
-            return [with_reference(piece, log_probs(piece)) for piece in pieces]
+            return [with_value(piece, REFERENCE, log_probs(piece)) for piece in pieces]
 
 
 class PreferenceObjective:
@@ -169,13 +168,6 @@ def refuse(loss_fn: object, plan: Plan, microbatch_rows: int) -> None:
             )
     if isinstance(loss_fn, PreferenceLoss):
         check_pairs(plan, microbatch_rows)
-
-
-def with_reference(batch: Batch, log_probs: Tensor) -> Batch:
-    """Return a microbatch with its rows' log-probabilities under the reference."""
-    given: Any = copy(batch)  # keeps the places of a rank's own tokens, which a plain dict has not
-    given[REFERENCE] = log_probs
-    return given
 
 
 def without_reference(batch: Batch, *, may_lack: bool = False) -> Batch:

@@ -26,7 +26,6 @@ from meshwright.core.torch_private import TorchDispatchMode, fake_mode, is_group
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.data.replicated import GradientBuckets
-from meshwright.distributed.loss.preference import with_reference
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.optimizer.muon import Muon, optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
@@ -35,6 +34,7 @@ from meshwright.distributed.pipeline import run as messages
 from meshwright.distributed.pipeline.split import on_meta
 from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import recompute
+from meshwright.distributed.step.batch import with_value
 from meshwright.distributed.step.part import ModelPart, OpenedStep
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.constructed import tie
@@ -42,7 +42,7 @@ from meshwright.distributed.weights.shards import apply_to_tensors
 from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.signature import Signature
+from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import (
@@ -383,7 +383,7 @@ class DryRun:
         weight = tokens
         if self.batch.pairs:
             if model.reference_refusal or self.plan.pipeline is not None:  # the others of a pipeline are absent
-                piece = with_reference(piece, torch.zeros(len(piece["tokens"]), dtype=torch.float64))
+                piece = with_value(piece, REFERENCE, torch.zeros(len(piece["tokens"]), dtype=torch.float64))
             weight = tokens // (2 * self.batch.seq_len)
         return OpenedStep([piece] * microbatches, tokens, float(weight), tokens)
 

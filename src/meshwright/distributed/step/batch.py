@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -210,6 +211,13 @@ def microbatches(batch: Batch | Sequence[Batch], rows: int) -> list[Batch]:
         return [batch]
     refuse_other_rows(batch)
     return [rows_of(batch, start, start + rows) for start in range(0, total, rows)]
+
+
+def with_value(batch: Batch, key: str, value: Tensor) -> Batch:
+    """Return a microbatch with one more tensor, or another one."""
+    made: Any = copy(batch)  # keeps the places of a rank's own tokens, which a plain dict has not
+    made[key] = value
+    return made
 
 
 def fingerprint(pieces: list[Batch]) -> int:
