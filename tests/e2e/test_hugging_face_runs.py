@@ -204,11 +204,13 @@ def test_convert_refuses_what_it_cannot_do(ask, run, decoders, tmp_path, words, 
     assert tree(tmp_path) == before
 
 
-def test_a_damaged_checkpoint_is_not_converted(ask, run, tmp_path):
+def test_of_a_damaged_checkpoint_the_one_before_is_converted_and_the_log_says_so(ask, run, tmp_path, caplog):
     file = next((run / "checkpoints" / "step-00000003").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    status, _, err = ask("convert", run, "--to=hf", tmp_path / "out")
+    status, _, err = ask("convert", run, "--to=hf", "--step=3", tmp_path / "out")
     assert status == 1 and "the checkpoint is damaged" in err and not list(tmp_path.glob("out*"))
+    status, said, _ = ask("convert", run, "--to=hf", tmp_path / "out")
+    assert status == 0 and "step-00000002" in said and "this checkpoint is not used" in caplog.text
 
 
 @pytest.mark.first("scaled-llama")
