@@ -1,12 +1,13 @@
 """Kill the processes of a run while it saves, at a drawn write, and continue it on a drawn layout.
 
-    python benchmarks/kills.py [kills] [--seed 0] [--folder DIR] [--minutes 30] [--synchronous]
+    python benchmarks/kills.py [kills] [--seed 0] [--folder DIR] [--minutes 30] [--synchronous] [--memory]
 
 A trial continues the run on one of seven layouts. On the way writers die at their n-th change to the disk (write,
 fsync, rename, mkdir) and are replaced; at the end a rank dies: at the n-th change of its writer, at one of its own
 (removing old checkpoints among them), or at any time. After every trial each checkpoint that has a manifest is whole,
 the newest proves every byte, and no more than the save under way is lost. Every loss, of steps that are taken again
-too, must be that of a run that nothing happened to.
+too, must be that of a run that nothing happened to. With --memory a third of the saves goes to disk, and two hosts,
+which the ranks share, keep the other steps in memory; half of the kills lose one host's.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from meshwright.checkpoint import background, writer  # noqa: E402
 from meshwright.checkpoint.background import Saver  # noqa: E402
 from meshwright.checkpoint.copying import verify  # noqa: E402
 from meshwright.checkpoint.folder import CheckpointFolder  # noqa: E402
+from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory  # noqa: E402
 from meshwright.checkpoint.saving import write  # noqa: E402
 from meshwright.distributed.mesh import data_position  # noqa: E402
 from meshwright.distributed.process import agree  # noqa: E402
@@ -90,13 +92,14 @@ def make(layout: str) -> Any:
 
 
 def train(
-    folder: str, layout: str, until: int, rank: int, event: tuple[str, Any], deaths: list[int], waits: bool
+    folder: str, layout: str, until: int, rank: int, event: tuple[str, Any], deaths: list[int], waits: bool, hosts: bool
 ) -> int:
     """Continue a run; return its last step.
 
     Args:
         rank: what happens happens to this one: ``event`` at the end, and before it its writers die at ``deaths``.
         waits: save synchronously.
+        hosts: keep states in the memory of two hosts.
     """
     from support.disk import failing_disk
 
@@ -105,6 +108,14 @@ def train(
     optimizer, run, step = torch.optim.AdamW(model.parameters(), lr=1e-4), CheckpointFolder(Path(folder)), 0
     if (latest := agree.from_rank_zero(run.latest())) is not None:
         step = load(model, latest, optimizer=optimizer)["step"]
+    memory = None
+    if hosts:
+        (kept := Path(f"{folder}-memory")).mkdir(exist_ok=True)
+        memory = open_host_memory(kept, f"{kept}/host{int(os.environ['RANK']) % 2}")
+        found = load_from_hosts(memory, step, lambda at: load(model, at, optimizer=optimizer), lambda text: None)
+        if found is not None:
+            step = found["step"]
+            (kept / f"taken-{step}").touch()
     kind, value = event
     is_mine = int(os.environ["RANK"]) == rank % world
     plain, pending = writer.command, list(deaths) if is_mine else []
@@ -131,7 +142,9 @@ def train(
             if os.environ["RANK"] == "0":
                 losses.write(json.dumps([step, loss]) + "\n")
                 losses.flush()
-            if step % EVERY:
+            if step % (EVERY if memory is None else 3 * EVERY):
+                if memory is not None:
+                    saver.begin(model, memory.of_step(step), optimizer, {"step": step}, memory=memory)
                 continue
             path, remove = run.of_step(step), lambda: run.keep_last(2)
             if waits:
@@ -149,17 +162,19 @@ class Trials:
 
     Args:
         waits: save synchronously.
+        hosts: keep states in the memory of two hosts.
     """
 
-    def __init__(self, folder: Path, seed: int, waits: bool, say: Callable[[str], None]):
+    def __init__(self, folder: Path, seed: int, waits: bool, hosts: bool, say: Callable[[str], None]):
         self.folder, self.draw, self.waits, self.say = folder, random.Random(seed), waits, say
+        self.hosts = hosts
         self.counts: Counter[str] = Counter()
         self.lost: Counter[int] = Counter()
         self.deviation, self.number, self.step, self.layout = 0.0, 0, 0, "one"
         torch.set_num_threads(1)  # a process that has computed with several cannot be forked
         make("one")  # imports what ranks need
         self.pools = {size: WorkerPool(size, threads=1, oversubscribe=True, method="fork") for size in (1, 2, 4)}
-        self.pools[1].run(train, str(folder / "whole"), "one", STEPS, 0, ("", 0), [], True, world=1)
+        self.pools[1].run(train, str(folder / "whole"), "one", STEPS, 0, ("", 0), [], True, False, world=1)
         self.wanted = dict(rows(folder / "whole.losses"))
 
     def trial(self) -> None:
@@ -172,11 +187,11 @@ class Trials:
         value: Any = self.draw.randrange(1, most) if most else self.draw.uniform(0.02, 1.5)
         deaths = [self.draw.randrange(1, 25) for _ in range(self.draw.randrange(4))] if not self.waits else []
         rank = self.draw.randrange(world)
-        until, before = min(self.step + self.draw.randrange(2, FURTHER + 1), STEPS), self.saved(run)
+        reached = max([self.step, *(step for step, _ in rows(run.with_suffix(".losses"))[-1:] if self.hosts)])
+        until, before = min(reached + self.draw.randrange(2, FURTHER + 1), STEPS), self.saved(run)
+        given = (kind, value), deaths, self.waits, self.hosts
         try:
-            self.pools[world].run(
-                train, str(run), layout, until, rank, (kind, value), deaths, self.waits, world=world, timeout=900
-            )
+            self.pools[world].run(train, str(run), layout, until, rank, *given, world=world, timeout=900)
             end = "went on"
         except WorkerDied:
             end = "killed"
@@ -184,12 +199,21 @@ class Trials:
             assert error.is_echo, error
             end = "killed"
         time.sleep(0.05 if end == "killed" else 0)
+        if self.hosts and (kept := run.with_name(f"{run.name}-memory")).is_dir():
+            for file in kept.glob("taken-*"):
+                file.unlink()
+                self.counts["continued from memory"] += 1
+            if end == "killed" and self.draw.random() < 0.5:
+                shutil.rmtree(kept / f"host{self.draw.randrange(2)}", ignore_errors=True)
+                self.counts["memory of a host lost"] += 1
         saved, taken = self.saved(run), rows(run.with_suffix(".losses"))
         self.step = taken[-1][0] if taken else 0
         assert saved >= before, (saved, before)
         lost = self.step - saved if end == "killed" else 0
         # a save is given up where two of its writers die
-        assert lost <= EVERY * (2 + len(deaths) // 2), f"{lost} steps are lost, {len(deaths)} writers were told to die"
+        assert lost <= EVERY * (3 if self.hosts else 1) * (2 + len(deaths) // 2), (
+            f"{lost} steps are lost, {len(deaths)} writers were told to die"
+        )
         self.counts[f"{end}: {kind}"] += 1
         self.counts["layout " + layout] += 1
         self.counts["another layout"] += layout != self.layout and bool(before)
@@ -212,7 +236,8 @@ class Trials:
         for what, count in sorted(self.counts.items()):
             self.say(f"{what:<40} {count}")
         again = dict(sorted(self.lost.items()))
-        self.say(f"ranks killed {self.kills}; steps taken again, times: {again} (a save every {EVERY})")
+        every = EVERY * (3 if self.hosts else 1)
+        self.say(f"ranks killed {self.kills}; steps after the newest on disk, times: {again} (a save every {every})")
         self.say(f"losses differ by {self.deviation:.1e} at most")
 
     def saved(self, run: Path) -> int:
@@ -240,11 +265,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--synchronous", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * given.minutes
-    trials = Trials(folder, given.seed, given.synchronous, lambda text: print(text, flush=True))
+    trials = Trials(folder, given.seed, given.synchronous, given.memory, lambda text: print(text, flush=True))
     try:
         while trials.kills < given.kills and time.monotonic() < end:
             trials.trial()

@@ -1,10 +1,11 @@
 """Measure what saves beside training cost: waiting, steps beside them, writing, host memory.
 
-    python benchmarks/saves.py [--worlds 1 4] [--width 1024] [--rounds 3] [--raw]
+    python benchmarks/saves.py [--worlds 1 4] [--width 1024] [--rounds 3] [--raw] [--recovery]
 
 Each round saves the same state in turn by this library, by torch's ``dcp.async_save`` on a thread and by the same in a
 process, and takes steps until the save is over. Waiting is the time in the call, and in whatever the next optimizer
-step waits for. ``--raw`` compares a save with a plain write and fsync of as many bytes.
+step waits for. ``--raw`` compares a save with a plain write and fsync of as many bytes, ``--recovery`` what two ranks
+load from the memory of the one of two hosts that is left with what they load from disk, none of it in the page cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from meshwright import Layout, parallelize, save
+from meshwright import Layout, load, parallelize, save
+from meshwright.checkpoint.background import Saver
+from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.saving import Handle
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.checkpoint.state import stored_state
@@ -52,6 +55,10 @@ class Waits:
         Snapshot.finish = timed  # type: ignore[method-assign]
 
 
+def config_of(width: int) -> DecoderConfig:
+    return DecoderConfig(1024, width, 4, n_heads=8, n_kv_heads=8, hidden_dim=4 * width, max_seq_len=SEQ)
+
+
 def begin(kind: str, model: Any, optimizer: torch.optim.Optimizer, folder: str) -> Any:
     if kind == "ours":
         return save(model, folder, optimizer=optimizer, asynchronous=True)
@@ -63,8 +70,7 @@ def begin(kind: str, model: Any, optimizer: torch.optim.Optimizer, folder: str) 
 def measure(width: int, rounds: int, out: str) -> dict[str, dict[str, list[float]]]:
     """Seconds by kind: waiting, the steps beside a save, quiet steps before it, the save as a whole."""
     world = int(os.environ["WORLD_SIZE"])
-    config = DecoderConfig(1024, width, 4, n_heads=8, n_kv_heads=8, hidden_dim=4 * width, max_seq_len=SEQ)
-    model = parallelize(lambda: Decoder(config), Layout(dp_shard=world), seed=0)
+    model = parallelize(lambda: Decoder(config_of(width)), Layout(dp_shard=world), seed=0)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     optimizer, waits = torch.optim.AdamW(model.parameters(), lr=1e-4), Waits()
@@ -110,8 +116,7 @@ def measure(width: int, rounds: int, out: str) -> dict[str, dict[str, list[float
 
 def raw(width: int, rounds: int, out: str) -> tuple[list[float], list[float], int]:
     """Seconds of saves that are waited for, and of a plain write and fsync of as many bytes, in turn."""
-    config = DecoderConfig(1024, width, 4, n_heads=8, n_kv_heads=8, hidden_dim=4 * width, max_seq_len=SEQ)
-    model = parallelize(lambda: Decoder(config), Layout(dp_shard=1), seed=0)
+    model = parallelize(lambda: Decoder(config_of(width)), Layout(dp_shard=1), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, 1024, (4, SEQ + 1))
     ours, plain, size = [], [], 0
@@ -136,12 +141,49 @@ def raw(width: int, rounds: int, out: str) -> tuple[list[float], list[float], in
     return ours, plain, size
 
 
+def recover(width: int, rounds: int, out: str) -> tuple[list[float], list[float]]:
+    """Seconds of loading from the memory of one of two hosts, and from disk."""
+    model = parallelize(lambda: Decoder(config_of(width)), Layout(dp_shard=2), seed=0)
+    optimizer, run = torch.optim.AdamW(model.parameters(), lr=1e-4), Path(out)
+    tokens = torch.randint(0, 1024, (4, SEQ + 1))
+    model.forward_backward({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    model.optimizer_step(optimizer)
+    rank, saver = dist.get_rank(), Saver()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as ram:
+        memory = open_host_memory(run, f"{agree.from_rank_zero(ram)}/{rank}")
+        saver.begin(model, f"{out}/disk", optimizer).wait()
+        saver.begin(model, memory.of_step(1), optimizer, memory=memory).wait()
+        agree.everybody_says(0)
+        if rank:
+            memory.forget()
+            memory.folder.mkdir()
+        hosts, disk = [], []
+        for _ in range(rounds + 1):
+            for file in Path(f"{out}/disk").iterdir():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+            for seconds, use in (
+                (disk, lambda: load(model, f"{out}/disk", optimizer=optimizer)),
+                (hosts, lambda: load_from_hosts(memory, 0, lambda at: load(model, at, optimizer=optimizer), print)),
+            ):
+                agree.everybody_says(0)
+                begun = time.perf_counter()
+                assert use() is not None
+                agree.everybody_says(0)
+                seconds.append(time.perf_counter() - begun)
+        saver.close()
+        agree.everybody_says(0)
+    return hosts[1:], disk[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--raw", action="store_true")
+    parser.add_argument("--recovery", action="store_true")
     given = parser.parse_args()
     for world in given.worlds:
         with tempfile.TemporaryDirectory() as out, WorkerPool(world, threads=1, oversubscribe=True) as pool:
@@ -159,6 +201,11 @@ def main() -> None:
         speed = statistics.median(p / o for p, o in zip(plain, ours, strict=True))
         seconds = f"a save {statistics.median(ours):.3f} s, plain {statistics.median(plain):.3f} s"
         print(f"{size / 1e6:.0f} MB: {seconds}: {speed:.2f} of its speed")
+    if given.recovery:
+        with tempfile.TemporaryDirectory(dir=".") as out, WorkerPool(2, threads=1, oversubscribe=True) as pool:
+            hosts, disk = pool.run(recover, given.width, given.rounds, out, world=2, timeout=900)[0]
+        share = statistics.median(h / d for h, d in zip(hosts, disk, strict=True))
+        print(f"loaded from memory {statistics.median(hosts):.3f} s, disk {statistics.median(disk):.3f} s: {share:.2f}")
 
 
 if __name__ == "__main__":

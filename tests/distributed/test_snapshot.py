@@ -224,7 +224,7 @@ def test_a_place_that_no_other_process_can_write_is_said():
 def test_the_first_rank_stays_until_the_others_have_read_how_it_went():
     """Its process may hold the store, and end with the script."""
     store, read = dist.HashStore(), []
-    first, other = (Talk(store, rank, 2, "name", {}, {}, None) for rank in (0, 1))
+    first, other = (Talk(store, rank, 2, "name", {}, {}, None, None) for rank in (0, 1))
 
     def late() -> None:
         time.sleep(0.5)

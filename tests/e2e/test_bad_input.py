@@ -142,6 +142,16 @@ SUMS = "techniques.precision.reduce"
             ["optimizer.overrides", "'xyzzy' matches no trainable parameter"],
         ),
         (CONFIG, {"checkpoint.host_memory": 1e6}, ["checkpoint.host_memory = 1e+06", "of this host: set at most"]),
+        (
+            CONFIG,
+            {"checkpoint.memory_every": 2, "checkpoint.asynchronous": False},
+            ["checkpoint.memory_every keeps states while training goes on: set checkpoint.asynchronous = true"],
+        ),
+        (
+            CONFIG,
+            {"checkpoint.memory_every": 2, "checkpoint.memory_folder": "/proc/none"},
+            ["checkpoint.memory_folder = /proc/none: /proc/none cannot be written", "checkpoint.memory_every = 0"],
+        ),
         (CONFIG, {"sample.prompt": ""}, ["sample.prompt = ''"]),
         (CONFIG, {"data.tokenizer": "gpt2"}, ["data.tokenizer = 'gpt2'", "Nothing is downloaded"]),
         (CONFIG, {"data.source": ["nowhere"]}, ["data.source: 'nowhere' does not exist"]),

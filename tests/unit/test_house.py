@@ -81,7 +81,7 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (16, 4430, 19),
+    "checkpoint": (18, 4890, 21),
     "cli": (20, 2330, 16),
     "comparison": (4, 790, 0),
     "core": (19, 3150, 5),
@@ -93,7 +93,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "observation": (6, 1570, 24),
     "planning": (34, 8620, 42),
     "simulation": (13, 4360, 25),
-    "training": (41, 10700, 45),
+    "training": (41, 10740, 45),
     "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.

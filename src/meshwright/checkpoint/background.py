@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from meshwright.distributed.process.world import ranks_per_node
 from meshwright.distributed.torch_private import default_store
 
 from . import writer
+from .host_memory import HostMemory
 from .manifest import NAME, pack_name
 from .saving import Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
 from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
@@ -96,6 +97,7 @@ class Saver:
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._base = 0, {}
+        self._is_in_memory, self._has_room = False, False
         self._sending, self._thread = threading.Lock(), None
         atexit.register(self.close)
 
@@ -112,15 +114,18 @@ class Saver:
         only_trained: bool = False,
         in_run: bool = False,
         then: Callable[[], object] | None = None,
+        memory: HostMemory | None = None,
     ) -> Handle:
         """Take the state of now, and return while it is copied and written. Collective.
 
         Args:
             in_run: refer to what the newest checkpoint beside has already, and leave the files of others alone.
+            memory: where ``location`` is, each host's own. Such a save is skipped while another is under way.
             then: what the first rank does once the checkpoint is whole, such as to remove old ones.
 
         Raises:
-            ConfigError: as ``save`` does; a row of a tensor has more bytes than the host's memory lets a rank take.
+            ConfigError: as ``save`` does; a row of a tensor has more bytes than the host's memory lets a rank take; the
+                hosts' ``memory`` has no room.
         """
         store, folder = place_of(location)
         handle = Handle(store.where(folder))
@@ -133,7 +138,7 @@ class Saver:
         is_new = self._shares is None or self._shares.form != form
         is_busy = self.current is not None and not self.current.done
         words: list[Any] = agree.everybody_says((is_new, is_busy, secrets.token_hex(4)))
-        if any(busy for _, busy, _ in words) and not self._make_way(handle):
+        if any(busy for _, busy, _ in words) and not self._make_way(handle, memory is not None):
             return handle
 
         def prepare() -> bool:
@@ -141,7 +146,8 @@ class Saver:
             return f"{folder}/{NAME}" not in store.files(folder)
 
         try:  # the files of the save before, which may be of this very folder, are all there now
-            is_first = together(prepare, here=rank == 0, what=f"cannot prepare {handle.path}")
+            here = rank == 0 if memory is None else memory.is_first
+            is_first = together(prepare, here=here, what=f"cannot prepare {handle.path}")
         except IntegrityError as error:
             handle.end(str(error))
             return handle
@@ -150,6 +156,10 @@ class Saver:
             self._shares = _Shares(form, parts)
         assert self._shares is not None
         name, parts = words[0][2], self._shares.parts
+        if memory is not None and not self._has_room:
+            share = max(agree.everybody_says(bytes_in(parts)))
+            agree.together(lambda: memory.refuse_too_little(share), here=memory.is_first)
+            self._has_room = True
         if self._memory is None or self._memory.size < room_for(parts):
             self._memory = None
             self._memory = SharedMemory(room_for(parts), model.device)
@@ -160,11 +170,11 @@ class Saver:
         record = {"fields": json.loads(json.dumps(fields)), "differs": model.plan.pipeline is not None}
         record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
         snapshot = Snapshot(state, parts, self._memory, model.device)
-        shared = dist.PrefixStore(f"meshwright/save/{name}", default_store()) if world > 1 else None
-        self.current = handle
+        shared = dist.PrefixStore(f"meshwright/save/{name}", default_store() if world > 1 else dist.HashStore())
+        self.current, self._is_in_memory = handle, memory is not None
         under_way.add(handle)
         place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
-        talk = Talk(shared, rank, world, name, record, place, then)
+        talk = Talk(shared, rank, world, name, record, place, then, memory)
         self._thread = threading.Thread(
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
         )
@@ -189,9 +199,10 @@ class Saver:
             )
         return parts
 
-    def _make_way(self, handle: Handle) -> bool:
+    def _make_way(self, handle: Handle, is_in_memory: bool) -> bool:
         """Return whether the save may begin, after the one that is under way."""
-        earlier, when_busy = self.current, self.when_busy
+        earlier = self.current
+        when_busy = "skip" if is_in_memory else "wait" if self._is_in_memory else self.when_busy
         if when_busy == "skip":
             handle.skipped = True
             handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
@@ -225,12 +236,16 @@ class Saver:
                     packs.append(pack := pack_name(talk.name, talk.rank + number * talk.world))
                     request = {"do": "write", "place": place, "pack": pack, "boxes": rows}
                     entries += self._ask(handle, request)["entries"]
+                if talk.memory is not None:
+                    self._offer(handle, talk, talk.memory, packs)
                 mine = {**talk.own_record(snapshot), "entries": entries}
             except Exception as error:  # noqa: BLE001  (said on all ranks)
                 mine = failed(f"cannot write {handle.path} on rank {talk.rank}: {error}")
             finally:
                 snapshot.end()
             verdict = talk.agreed(mine, lambda theirs: self._commit(handle, talk, theirs))
+            if talk.memory is not None and not verdict.get("problem"):
+                verdict = self._spread(handle, talk, talk.memory) | {"bytes": verdict["bytes"]}
             handle.bytes = verdict.get("bytes", 0)
             if verdict.get("nothing committed"):
                 with suppress(Exception):  # the next save of this folder removes what stays
@@ -249,6 +264,9 @@ class Saver:
         tensors = {key: row for said in theirs for key, row in said["tensors"].items()}
         entries = [entry for said in theirs for entry in said["entries"]]
         whole = {"tensors": tensors, "entries": entries, "rest": fields}
+        if talk.memory is not None:
+            talk.store.set("whole", json.dumps(whole))
+            return {"bytes": sum(entry[5] - entry[4] for entry in entries)}
         try:
             answer = self._ask(handle, {"do": "commit", "place": talk.place, **whole})
             if talk.then is not None:
@@ -256,6 +274,33 @@ class Saver:
             return answer
         except Exception as error:  # noqa: BLE001  (said on all ranks)
             return {"problem": f"cannot finish {handle.path}: {error}"}
+
+    def _offer(self, handle: Handle, talk: Talk, memory: HostMemory, packs: list[str]) -> None:
+        """Say where this rank's packs can be fetched."""
+        names = [f"{place_of(talk.place['location'])[1]}/{pack}" for pack in packs]
+        at = self._ask(handle, {"do": "send", "folder": str(memory.folder), "token": memory.token})["at"]
+        talk.store.set(f"packs{talk.rank}", json.dumps({"at": at, "names": names}))
+
+    def _spread(self, handle: Handle, talk: Talk, memory: HostMemory) -> dict[str, Any]:
+        """Fetch packs of the host before, and let each host say what all have; then older states go."""
+        mine: dict[str, Any] = {}
+        try:
+            for rank in memory.before:
+                request = {"do": "fetch", "folder": str(memory.folder), "token": memory.token}
+                self._ask(handle, request | json.loads(talk.read(f"packs{rank}")))
+            if memory.is_first:
+                request = {"do": "keep", "location": talk.place["location"]}
+                self._ask(handle, request | json.loads(talk.read("whole")))
+        except Exception as error:  # noqa: BLE001  (said on all ranks)
+            mine = failed(f"cannot keep {handle.path} on the host of rank {talk.rank}: {error}")
+        after = replace(talk, store=dist.PrefixStore("kept", talk.store))
+        verdict = after.agreed(mine, lambda _: {})
+        for key in (f"packs{talk.rank}", *["whole"] * (talk.rank == 0)):
+            talk.store.delete_key(key)
+        if not verdict.get("problem") and memory.is_first:
+            memory.forget(but=place_of(talk.place["location"])[1])
+        after.linger()
+        return verdict
 
     def _ask(self, handle: Handle, request: dict[str, Any]) -> dict[str, Any]:
         """Return the writer's answer; a writer that died is replaced once.
@@ -305,12 +350,15 @@ class Saver:
         atexit.unregister(self.close)
         if grace is None and getattr(sys, "last_value", None) is not None:
             grace = GRACE_SEC
+        if self._is_in_memory:  # what follows is saved on disk, or goes on from an older state
+            grace = 0
         if self.current is not None and not self.current.over.wait(grace):
-            self.say(
-                f"{self.current.path} was given up: its save had {grace:g} s to end. The last whole checkpoint is"
-                f" untouched."
-            )
             self.current.is_cancelled = True
+            if not self._is_in_memory:
+                self.say(
+                    f"{self.current.path} was given up: its save had {grace:g} s to end. The last whole checkpoint is"
+                    f" untouched."
+                )
         if grace is None and self._thread is not None:
             self._thread.join()
         self._hang_up()
@@ -345,13 +393,14 @@ def failed(problem: str) -> dict[str, Any]:
 class Talk:
     """What the ranks say to each other about one save, under its name in their store."""
 
-    store: dist.Store | None
+    store: dist.Store
     rank: int
     world: int
     name: str
     record: dict[str, Any]
     place: dict[str, Any]
     then: Callable[[], object] | None
+    memory: HostMemory | None
 
     def own_record(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return what this rank alone can say: the first says all that all ranks know."""
@@ -362,14 +411,12 @@ class Talk:
 
     def agreed(self, mine: dict[str, Any], commit: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
         """Bring this rank's part; return the outcome that the first rank gives to all. ``commit`` runs there."""
-        if self.store is None:
-            return mine if "problem" in mine else commit([mine])
         if self.rank:
             self.store.set(f"rank{self.rank}", json.dumps(mine))
-            outcome = json.loads(self._read("outcome"))
+            outcome = json.loads(self.read("outcome"))
             self.store.add("read", 1)
             return outcome
-        theirs = [mine, *(json.loads(self._read(f"rank{rank}")) for rank in range(1, self.world))]
+        theirs = [mine, *(json.loads(self.read(f"rank{rank}")) for rank in range(1, self.world))]
         problem = next((said["problem"] for said in theirs if "problem" in said), "")
         outcome = failed(problem) if problem else commit(theirs)
         self.store.set("outcome", json.dumps(outcome))
@@ -380,13 +427,13 @@ class Talk:
     def linger(self) -> None:
         """Keep the store, which may lie in the first rank's process, until all ranks have read the outcome."""
         end = time.monotonic() + LINGER_SEC
-        while self.store is not None and not self.rank and time.monotonic() < end:
+        while not self.rank and time.monotonic() < end:
             if self.store.add("read", 0) == self.world - 1:
                 break
             time.sleep(LOOK_SEC)
 
-    def _read(self, key: str) -> bytes:
-        assert self.store is not None
+    def read(self, key: str) -> bytes:
+        """Return a value once some rank has set it."""
         pause = LOOK_SEC
         while not self.store.check([key]):  # a blocking get would keep others from the store
             time.sleep(pause)

@@ -13,16 +13,18 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import IntegrityError
 
 from .folder import CheckpointFolder
-from .manifest import Manifest, TensorEntry, commit, locate, worth_referring_to
+from .host_memory import received, served
+from .manifest import FileEntry, Manifest, TensorEntry, commit, locate, worth_referring_to
 from .pieces import Known, PieceEntry, write_pieces
-from .store import place_of
+from .store import LocalStore, place_of
 
 NICE = 10
 """How much the writer gives way to training on a busy machine."""
@@ -82,6 +84,7 @@ class Writer:
 
     def __init__(self, line: socket.socket):
         self.line, self.memory = line, memoryview(b"")
+        self.held, self.at = ExitStack(), None
 
     def serve(self) -> None:
         """Answer requests until the rank is gone."""
@@ -143,17 +146,48 @@ class Writer:
         """Write the manifest of what all ranks wrote; return the checkpoint's size in bytes."""
         self.look()
         store, folder = place_of(place["location"])
-        by_key: dict[str, list[PieceEntry]] = {key: [] for key in tensors}
-        for key, offset, shape, *where in entries:
-            by_key[key].append(PieceEntry(key, tuple(offset), tuple(shape), *where))
-        rows = {key: TensorEntry(tuple(shape), dtype, tuple(by_key[key])) for key, (shape, dtype) in tensors.items()}
         replaced: dict[str, Any] = {}
         if not place["in_run"]:
             with suppress(IntegrityError):
                 replaced = Manifest.read(store.location(folder)).files
-        whole = commit(store, folder, Manifest(rows, {}, **rest), new=place["new"])
+        whole = commit(store, folder, manifest(tensors, entries, rest), new=place["new"])
         store.remove(locate(folder, name) for name in replaced if name not in whole.files)
         return {"bytes": sum(file.bytes for file in whole.files.values())}
+
+    def on_send(self, files: list[int], folder: str, token: str) -> dict[str, Any]:
+        """Send a folder's files to other hosts from now on; return where."""
+        if self.at is None:
+            self.at = self.held.enter_context(served(Path(folder), token))
+        return {"at": self.at}
+
+    def on_fetch(self, files: list[int], folder: str, token: str, at: list[Any], names: list[str]) -> None:
+        """Fetch files of another host into a folder."""
+        for name in names:
+            LocalStore(Path(folder)).write(name, received((at[0], at[1]), token, name))
+
+    def on_keep(
+        self,
+        files: list[int],
+        location: str,
+        tensors: dict[str, list[Any]],
+        entries: list[list[Any]],
+        rest: dict[str, Any],
+    ) -> None:
+        """Write the manifest of packs that several hosts have."""
+        whole = manifest(tensors, entries, rest)
+        ends: dict[str, int] = {}
+        for piece in whole.pieces:
+            ends[piece.pack] = max(piece.end, ends.get(piece.pack, 0))
+        replace(whole, files={pack: FileEntry(end) for pack, end in ends.items()}).write(Path(location))
+
+
+def manifest(tensors: dict[str, list[Any]], entries: list[list[Any]], rest: dict[str, Any]) -> Manifest:
+    """Make a manifest of what the ranks said, as JSON values."""
+    by_key: dict[str, list[PieceEntry]] = {key: [] for key in tensors}
+    for key, offset, shape, *where in entries:
+        by_key[key].append(PieceEntry(key, tuple(offset), tuple(shape), *where))
+    rows = {key: TensorEntry(tuple(shape), dtype, tuple(by_key[key])) for key, (shape, dtype) in tensors.items()}
+    return Manifest(rows, {}, **rest)
 
 
 def main(file: int) -> None:

@@ -40,7 +40,7 @@ from meshwright.training import fine_tuning
 from meshwright.training.capacity import refuse_too_large
 from meshwright.training.config import Config
 from meshwright.training.feed import Feed, build_feed, refuse_contradictions
-from meshwright.training.memory import refuse_large_copies
+from meshwright.training.memory import refuse_copies_on_hosts, refuse_large_copies
 from meshwright.training.model_source import (
     ModelSource,
     Shape,
@@ -127,6 +127,7 @@ def build_run(
     refuse_absent(plan)
     low_bit.refuse_absent(plan.optimizer)
     refuse_large_copies(config.checkpoint.host_memory, ranks_per_node() or 1)
+    refuse_copies_on_hosts(config.checkpoint)
     trace = open_trace(config)
     chooses_batch = fine_tuning.batch_follows(config) and trace is None and not longest_rows
 

@@ -214,6 +214,10 @@ class CheckpointConfig:
     """What a checkpoint does that is due while another is written."""
     folder: str = ""
     """Where checkpoints go, such as s3://bucket/run (credentials: the environment's); empty: into the run's folder."""
+    memory_every: Annotated[int, FROM_0] = 0
+    """Steps between two states that are kept in hosts' memory, each rank's on another host as well; 0: none."""
+    memory_folder: str = "/dev/shm"
+    """File system in each host's memory; $VARIABLES are those of the host."""
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.checkpoint.store import OWN_MEMORY
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError
 from meshwright.planning.memory import MemoryUse, plan_memory
 from meshwright.planning.optimizer import ROOM
 from meshwright.planning.plan import Plan
+from meshwright.training.config import CheckpointConfig
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +45,23 @@ def refuse_large_copies(gib: float, ranks: int) -> None:
         raise ConfigError(
             f"checkpoint.host_memory = {gib:g} (GiB) on each of {ranks} ranks is more than the {bytes_text(there)} of"
             f" this host: set at most {there / ranks / 2**30:.1f}, or 0 for what is needed"
+        )
+
+
+def refuse_copies_on_hosts(config: CheckpointConfig) -> None:
+    """Refuse a ``checkpoint.memory_every`` without saves beside training, or without a folder. Raises ConfigError."""
+    if not config.memory_every:
+        return
+    if not config.asynchronous or config.folder.startswith(OWN_MEMORY):
+        raise ConfigError(
+            "checkpoint.memory_every keeps states while training goes on: set checkpoint.asynchronous = true, and a"
+            " checkpoint.folder outside this process"
+        )
+    folder = Path(os.path.expandvars(config.memory_folder)).expanduser()
+    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        raise ConfigError(
+            f"checkpoint.memory_folder = {config.memory_folder}: {folder} cannot be written. Give a file system in each"
+            f" host's memory, or set checkpoint.memory_every = 0"
         )
 
 

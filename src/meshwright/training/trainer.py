@@ -214,6 +214,8 @@ class _Loop:
                 self.heartbeat.enter("save", self.at.step)
                 self.checkpoints.save(is_last=bool(stopped) or self.at.step == self.config.steps)
                 stopped = self._agree_to_stop() or stopped
+            else:
+                self.checkpoints.keep()
         return self._close(stopped)
 
     def _begin(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.checkpoint.background import Saver
 from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
 from meshwright.checkpoint.store import Location
@@ -23,6 +24,7 @@ from meshwright.training.memory import memory_left
 from meshwright.training.run.folder import RunFolder
 from meshwright.training.throughput import StartupTimeline
 
+IN_MEMORY = "the memory of the hosts"
 GRACE_SEC = 10.0
 """Time that a run which an error ends gives the save under way."""
 
@@ -58,6 +60,28 @@ class Checkpointing:
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
         beside, most = c.asynchronous and is_beside(c.folder, say), int(c.host_memory * 2**30)
         self.saver = Saver(most, c.when_busy, say, lambda: memory_left(ranks)) if beside else None
+        self.memory = open_host_memory(folder.path, c.memory_folder) if c.memory_every else None
+        self.kept: Handle | None = None
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """What a save of this step takes beside the model."""
+        extra = {"state": {**vars(self.at), "consumed": self.r.feed.loader.state}, "identity": self.r.identity}
+        only_trained = self.r.config.adapters is not None
+        return {"optimizer": self.r.optimizer.optimizer, "extra": extra, "only_trained": only_trained}
+
+    def keep(self) -> None:
+        """Begin to keep this step's state in the hosts' memory if it is due, and no save is under way."""
+        if self.memory is None or self.saver is None or self.at.step % self.r.config.checkpoint.memory_every:
+            return
+        if self.kept is not None and self.kept.done and self.kept.problem and not self.kept.skipped:
+            self.say(self.kept.problem)
+        try:
+            path = self.memory.of_step(self.at.step)
+            self.kept = self.saver.begin(self.r.model, path, memory=self.memory, **self._given)
+        except ConfigError as error:
+            self.say(str(error))
+            self.memory = None
 
     def save(self, *, is_last: bool = False) -> None:
         """Begin this step's checkpoint; it is whole, and old ones are removed, some steps later (``look``, ``finish``).
@@ -68,15 +92,10 @@ class Checkpointing:
         Raises:
             IntegrityError: a rank could not write what is written at once (raised on every rank).
         """
-        path, only_trained = self.folder.of_step(self.at.step), self.r.config.adapters is not None
-        state = {**vars(self.at), "consumed": self.r.feed.loader.state}
-        extra = {"state": state, "identity": self.r.identity}
-        model, optimizer = self.r.model, self.r.optimizer.optimizer
-        handle = None
+        path, given, handle = self.folder.of_step(self.at.step), self._given, None
         if self.saver is not None and not is_last:
-            options = {"only_trained": only_trained, "in_run": True, "then": self._remove_old}
             try:
-                handle = self.saver.begin(model, path, optimizer, extra, **options)
+                handle = self.saver.begin(self.r.model, path, in_run=True, then=self._remove_old, **given)
             except ConfigError as error:
                 self.say(f"{error}. Saves are synchronous from here on")
                 self.saver = None
@@ -85,8 +104,7 @@ class Checkpointing:
             self.look()
         if handle is None:
             handle = Handle(path)
-            given = {"optimizer": optimizer, "extra": extra, "only_trained": only_trained}
-            handle.bytes = write(model, path, **given, after=self.latest)
+            handle.bytes = write(self.r.model, path, **given, after=self.latest)
             agree.together(self._remove_old, here=is_rank_zero())
             handle.end()
         if handle.skipped:
@@ -132,6 +150,8 @@ class Checkpointing:
         """
         if self.saver is not None:
             self.saver.close(0 if kind is KeyboardInterrupt else GRACE_SEC)
+        if self.memory is not None and self.memory.is_first and kind is None:  # the last state is on disk
+            self.memory.forget()
 
     @contextmanager
     def saved_if_unread(self) -> Iterator[None]:
@@ -154,22 +174,29 @@ class Checkpointing:
         """
         for leftover in self.folder.half_written():
             self.say(f"{leftover} was never finished (an interrupted save), or is damaged; it is not used")
-        given: dict[str, Any] = {"optimizer": self.r.optimizer.optimizer, "restore_options": False}
+        found = None
         with timeline.phase("checkpoint"):
-            found = load_newest(self.folder, lambda at: load(self.r.model, at, **given), self.say, set_aside=True)
+            if self.memory is not None:
+                newest = agree.decided_once(lambda: max(self.folder.steps(), default=0))
+                kept = load_from_hosts(self.memory, newest, self._load, self.say)
+                found = (IN_MEMORY, kept) if kept is not None else None
+            found = found or load_newest(self.folder, self._load, self.say, set_aside=True)
         if found is None:
             return False
-        latest, extra = found
+        source, extra = found
         try:
             *at, consumed = (int(extra["state"][key]) for key in ("step", "tokens", "skipped", "consumed"))
             self.at.skipped_in_a_row = int(extra["state"].get("skipped_in_a_row", 0))
             self.at.losses = [float(loss) for loss in extra["state"].get("losses", [])]
         except (KeyError, TypeError, ValueError) as error:
             raise IntegrityError(
-                f"{latest} does not say how far its run was ({type(error).__name__}: {error}); use an older one"
+                f"{source} does not say how far its run was ({type(error).__name__}: {error}); use an older one"
             ) from None
         self.at.step, self.at.tokens, self.at.skipped = at
         self.r.feed.loader.seek(consumed)
-        self.latest = latest
-        self.say(f"continuing from {latest} (step {self.at.step}, sample {consumed:,})")
+        self.latest = self.folder.latest() if source == IN_MEMORY else source
+        self.say(f"continuing from {source} (step {self.at.step}, sample {consumed:,})")
         return True
+
+    def _load(self, location: Location) -> dict[str, Any]:
+        return load(self.r.model, location, optimizer=self.r.optimizer.optimizer, restore_options=False)

@@ -1,0 +1,203 @@
+"""States in hosts' memory are whole while one host of two is left, in any layout; a damaged part is on the other."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.odd import moments, odd, train, weights
+
+from meshwright import load
+from meshwright.checkpoint import background, host_memory, hosts
+from meshwright.checkpoint.background import Saver
+from meshwright.checkpoint.host_memory import HostMemory, received, served
+from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
+from meshwright.checkpoint.manifest import NAME
+from meshwright.core.errors import ConfigError
+from meshwright.distributed.process import agree
+
+
+def packs(host: Path, rank: int) -> list[Path]:
+    return sorted(host.rglob(f"pieces-*-{rank:05d}.safetensors"))
+
+
+def changed(*files: Path) -> None:
+    for file in files:
+        whole = bytearray(file.read_bytes())
+        whole[-3] ^= 1
+        file.write_bytes(whole)
+
+
+def lost(host: Path) -> None:
+    shutil.rmtree(host)
+
+
+def cut(*files: Path) -> None:
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+HARM: dict[str, tuple[Callable[[list[Path], int], object], str]] = {
+    "none": (lambda host, ranks: None, ""),
+    "the first host is lost": (lambda host, ranks: lost(host[0]), ""),
+    "the second host is lost": (lambda host, ranks: lost(host[1]), ""),
+    "its own pack changed": (lambda host, ranks: changed(*packs(host[0], 0), *packs(host[1], ranks - 1)), ""),
+    "a copy is cut short": (lambda host, ranks: cut(*packs(host[0], ranks - 1), *packs(host[1], 0)), ""),
+    "a manifest changed": (lambda host, ranks: cut(*host[0].rglob(NAME)), ""),
+    "both copies changed": (lambda host, ranks: changed(*packs(host[0], 0), *packs(host[1], 0)), "damaged"),
+    "both copies are gone": (lambda host, ranks: [p.unlink() for h in host for p in packs(h, 0)], "nothing"),
+}
+
+
+def adam(model):
+    return torch.optim.AdamW([{"params": list(model.parameters()), "lr": 1e-2}])
+
+
+def kept_job(folder: str, before: str, after: str, harm: str) -> tuple[list[str], list[str], list[str]]:
+    """Keep three states on two hosts, harm them, and read the newest into another layout: what differs, what was said,
+    and the steps that were there.
+    """
+    model, said = odd(before), []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    run, root = Path(folder) / "run", [Path(folder) / f"host{number}" for number in (0, 1)]
+    run.mkdir(exist_ok=True)
+    memory = open_host_memory(run, str(root[2 * rank // ranks]))
+    optimizer, saver = adam(model), Saver(say=said.append)
+    for step in (1, 2, 3):
+        train(model, optimizer, range(step - 1, step))
+        handle = saver.begin(model, memory.of_step(step), optimizer, {"step": step}, memory=memory)
+        handle.wait(60)
+    saver.close()
+    wanted = weights(model) | moments(model, optimizer)
+    agree.everybody_says(0)
+    steps = sorted(path.name for path in memory.folder.glob("step-*"))
+    if rank == 0:
+        HARM[harm][0](root, ranks)
+    agree.everybody_says(0)
+    model = odd(after, seed=5)
+    memory = open_host_memory(run, str(root[2 * rank // ranks]))
+    optimizer = adam(model)
+    extra = load_from_hosts(memory, 2, lambda at: load(model, at, optimizer=optimizer), said.append)
+    if extra is None:
+        return ["nothing"], said, steps
+    found = weights(model) | moments(model, optimizer)
+    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+    return wrong + [f"step {extra}"] * (extra != {"step": 3}), said, steps
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [(2, "fsdp2", "ddp2"), pytest.param(4, "fsdp4", "hsdp2x2", marks=pytest.mark.all)],
+    ids=["two", "four"],
+)
+def test_one_of_two_hosts_has_the_state_of_both(spmd, tmp_path, ranks, before, after, harm):
+    verdict = HARM[harm][1]
+    for rank, (wrong, said, steps) in enumerate(spmd(ranks, kept_job, str(tmp_path), before, after, harm)):
+        assert steps == ["step-00000003"], "older ones go once all hosts have the new one"
+        assert wrong == (["nothing"] if verdict else []), f"rank {rank}: {said}"
+        assert ("damaged" in " ".join(said)) == (verdict == "damaged" and rank == 0), said
+
+
+def mutant_job(folder: str, mutant: str, harm: str) -> list[str]:
+    made = nullcontext()
+    if mutant == "nothing is fetched":
+        spread = Saver._spread
+
+        def alone(self, handle, talk, memory):
+            own = HostMemory(memory.folder, memory.token, (), memory.here, memory.rank)
+            return spread(self, handle, talk, own)
+
+        made = patch.object(Saver, "_spread", alone)
+    elif mutant == "its own pack is fetched":
+        whole = hosts.HostMemory
+
+        def confused(folder, token, before, here, rank):
+            return whole(folder, token, (rank,), here, rank)
+
+        made = patch.object(hosts, "HostMemory", confused)
+    elif mutant == "one host is asked":
+        made = patch.object(hosts, "sorted", lambda places, key: sorted(places, key=key)[:1], create=True)
+    with made:
+        return kept_job(folder, "fsdp2", "ddp2", harm)[0]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "harm"),
+    [
+        pytest.param(mutant, harm, marks=pytest.mark.kills("memory", mutant=mutant))
+        for mutant, harm in [
+            ("nothing is fetched", "the second host is lost"),
+            ("its own pack is fetched", "the first host is lost"),
+            ("one host is asked", "its own pack changed"),
+        ]
+    ],
+)
+def test_a_broken_one_is_seen(spmd, tmp_path, mutant, harm):
+    assert any(wrong for wrong in spmd(2, mutant_job, str(tmp_path), mutant, harm))
+
+
+def busy_job(folder: str) -> tuple[bool, str, list[str]]:
+    model, said = odd("fsdp2"), []
+    memory = open_host_memory(Path(folder), f"{folder}/host{dist.get_rank()}")
+    optimizer, saver = adam(model), Saver(say=said.append)
+    train(model, optimizer, range(1))
+    with patch.object(background.Talk, "linger", lambda self: None):
+        first = saver.begin(model, memory.of_step(1), optimizer, {}, memory=memory)
+        second = saver.begin(model, memory.of_step(2), optimizer, {}, memory=memory)
+        saved = saver.begin(model, Path(folder) / "saved", optimizer, {})
+        saved.wait(60)
+    saver.close()
+    with patch.object(host_memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=8192)):
+        try:
+            Saver().begin(model, memory.of_step(3), optimizer, {}, memory=memory)
+        except ConfigError as error:
+            said.append(str(error))
+    return second.skipped or first.done, saved.problem, said
+
+
+def test_a_save_on_disk_waits_for_one_in_memory_and_no_room_is_said(spmd, tmp_path):
+    for is_skipped, problem, said in spmd(2, busy_job, str(tmp_path)):
+        assert is_skipped and problem == ""
+        assert "has 8 KiB left, and two states of this host's 1 ranks and of another host take" in said[-1], said
+
+
+def test_who_does_not_know_the_token_gets_nothing_and_no_name_leaves_the_folder(tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"secret")
+    with served(inner, "token") as place:
+        assert b"".join(received(place, "token", "a", 2, 3)) == b"234"
+        assert b"".join(received(place, "token", "a")) == b"0123456789"
+        for token, name in (("other", "a"), ("token", "../b"), ("token", "c"), ("", "a")):
+            with pytest.raises(OSError, match="did not send"):
+                list(received(place, token, name))
+        with socket.create_connection(place) as line:
+            line.sendall(b"no JSON\n")
+            assert line.recv(1) == b""
+
+
+def test_memory_of_a_run_that_is_gone_is_given_back(tmp_path):
+    def opened(run: str) -> HostMemory:
+        (tmp_path / run).mkdir(exist_ok=True)
+        return open_host_memory(tmp_path / run, str(tmp_path / "ram"))
+
+    first, second = opened("a"), opened("b")
+    assert first.folder.is_dir() and second.folder.is_dir() and first.folder != second.folder
+    assert first.folder == opened("a").folder
+    shutil.rmtree(tmp_path / "a")
+    anew = opened("a")
+    assert anew.folder != first.folder and not first.folder.exists() and second.folder.is_dir()
+    assert oct(anew.folder.stat().st_mode & 0o777) == "0o700"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="checkpoint.memory_folder: .* cannot be made"):
+        open_host_memory(tmp_path / "a", str(tmp_path / "file"))
