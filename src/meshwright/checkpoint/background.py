@@ -78,6 +78,9 @@ class Saver:
         say: tells people.
         left: returns the bytes that this rank can still take of the host's memory.
         tells: whether the first rank says that a save failed, where nobody may ask its handle.
+
+    Attributes:
+        is_in_memory: whether the save under way goes to hosts' memory.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Saver:
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked, self._base = 0, {}
-        self._is_in_memory, self._has_room = False, False
+        self.is_in_memory, self._has_room = False, False
         self._sending, self._thread = threading.Lock(), None
         atexit.register(self.close)
 
@@ -171,7 +174,7 @@ class Saver:
         record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
         snapshot = Snapshot(state, parts, self._memory, model.device)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store() if world > 1 else dist.HashStore())
-        self.current, self._is_in_memory = handle, memory is not None
+        self.current, self.is_in_memory = handle, memory is not None
         under_way.add(handle)
         place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
         talk = Talk(shared, rank, world, name, record, place, then, memory)
@@ -202,7 +205,7 @@ class Saver:
     def _make_way(self, handle: Handle, is_in_memory: bool) -> bool:
         """Return whether the save may begin, after the one that is under way."""
         earlier = self.current
-        when_busy = "skip" if is_in_memory else "wait" if self._is_in_memory else self.when_busy
+        when_busy = "skip" if is_in_memory else "wait" if self.is_in_memory else self.when_busy
         if when_busy == "skip":
             handle.skipped = True
             handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
@@ -350,11 +353,11 @@ class Saver:
         atexit.unregister(self.close)
         if grace is None and getattr(sys, "last_value", None) is not None:
             grace = GRACE_SEC
-        if self._is_in_memory:  # what follows is saved on disk, or goes on from an older state
+        if grace is not None and self.is_in_memory:  # a restart goes on from an older state, and waits for nobody
             grace = 0
         if self.current is not None and not self.current.over.wait(grace):
             self.current.is_cancelled = True
-            if not self._is_in_memory:
+            if not self.is_in_memory:
                 self.say(
                     f"{self.current.path} was given up: its save had {grace:g} s to end. The last whole checkpoint is"
                     f" untouched."

@@ -149,7 +149,7 @@ class Checkpointing:
         interrupts it for the second time none.
         """
         if self.saver is not None:
-            self.saver.close(0 if kind is KeyboardInterrupt else GRACE_SEC)
+            self.saver.close(0 if kind is KeyboardInterrupt else None if kind is None else GRACE_SEC)
         if self.memory is not None and self.memory.is_first and kind is None:  # the last state is on disk
             self.memory.forget()
 
