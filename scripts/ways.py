@@ -177,7 +177,8 @@ def covering(draw: random.Random, rules: Rules, fixed: list[Way]) -> tuple[list[
         else:
             missing.discard(pair)
             refused[pair] = why
-    return found, refused
+    covered = set().union(*map(pairs_of, found))  # also by ways that were found later, for other pairs
+    return found, {pair: why for pair, why in refused.items() if pair not in covered}
 
 
 def reason(pair: Pair, rules: Rules) -> str:

@@ -76,6 +76,8 @@ OURS: dict[str, DecoderConfig] = {
 }
 DEEP = {name: replace(model, n_layers=4) for name, model in OURS.items()}
 """For pipelines: two stages on each of two ranks."""
+LAYERS = {"alone": 2, "auto": 8, "two": 3}
+"""For units of several blocks: two of eight by their bytes; two of three by request, so that the last unit has one."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
@@ -101,6 +103,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "method": ("-", "auto", *METHODS),
     "microbatches": ("one", "rows"),
     "shards": ("auto", "kept", "synced", "postponed", "zero0", "zero1", "zero2", "zero3"),
+    "units": ("alone", "auto", "two"),
     "recompute": ("none", "full", "selective", "every_n", "modules", "selective_op", "offload"),
     "memory": ("device", "offload", "optimizer"),
     "freeze": ("none", "start"),
@@ -141,6 +144,7 @@ class Way:
     method: str = "-"
     microbatches: str = "one"
     shards: str = "auto"
+    units: str = "alone"
     recompute: str = "none"
     memory: str = "device"
     freeze: str = "none"
@@ -217,6 +221,7 @@ class Way:
         if not self.is_ours:
             return partial(family, self.model)
         config = (DEEP if self.pp == "2" else OURS)[self.model]
+        config = replace(config, n_layers=max(config.n_layers, LAYERS[self.units]))
         return partial(with_narrow_norms, config) if self.dtypes == "two" else config
 
     @property
@@ -239,6 +244,7 @@ class Way:
     @property
     def techniques(self) -> dict[str, Any]:
         found: dict[str, Any] = {"freeze": self.problem.freeze, **SHARDS[self.shards]}
+        found["blocks_per_unit"] = {"alone": 1, "auto": 0, "two": 2}[self.units]
         if self.dtypes == "one":
             found["precision"] = {"master": "float64"}
         if self.schedule != "-":
@@ -272,8 +278,8 @@ class Way:
             return "said of our own decoder"
         batch = Batch(self.problem.data.rows, self.problem.data.seq, self.rows)
         try:
-            plan(
-                facts_of(self.model, self.pp, self.dtypes),
+            made = plan(
+                facts_of(self.model, self.pp, self.dtypes, self.units),
                 layout,
                 batch=batch,
                 cluster=Cluster(layout.world),
@@ -281,6 +287,8 @@ class Way:
             )
         except MeshwrightError as error:
             return str(error).splitlines()[0].split(". ")[0]
+        if self.units == "auto" and all(len(unit.blocks) < 2 for unit in made.units):
+            return "each block is a unit anyway"
         return ""
 
 
@@ -307,8 +315,8 @@ def with_narrow_norms(config: DecoderConfig) -> nn.Module:
 
 
 @cache
-def facts_of(model: str, pp: str, dtypes: str) -> ModelFacts:
-    return model_facts(as_module(Way(model=model, pp=pp, dtypes=dtypes).source))
+def facts_of(model: str, pp: str, dtypes: str, units: str) -> ModelFacts:
+    return model_facts(as_module(Way(model=model, pp=pp, dtypes=dtypes, units=units).source))
 
 
 def ways() -> list[Way]:

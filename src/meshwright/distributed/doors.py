@@ -116,6 +116,7 @@ def mean_plan(
     """Plan for one stage's module on a mesh; ``sizes``: of axes, where they are not those of the mesh."""
     device = device_mesh.device_type if device_mesh is not None else "cpu"
     sizes = sizes_of_stage(device_mesh) if sizes is None else sizes
+    requested = replace(requested, blocks_per_unit=1)  # as users of torch's doors know it
     return plan_for_mesh_sizes(facts, sizes, device, requested, "mean")
 
 

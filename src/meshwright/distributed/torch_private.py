@@ -217,9 +217,9 @@ def has_begun(root: FSDPModule) -> bool:
 
 
 @needs(f"{_STATE}._register_pre_backward_hook")
-def begin_backward_at(root: FSDPModule, tensor: Tensor) -> None:
-    """Start the root's backward at this tensor's gradient, which FSDP2 does not find in the output."""
-    _state(root)._register_pre_backward_hook(tensor)
+def begin_backward_at(module: FSDPModule, output: Any) -> None:
+    """Start a unit's backward at the gradients of these tensors, at which FSDP2 would not."""
+    _state(module)._register_pre_backward_hook(output)
 
 
 @needs(f"{_STATE}._state_ctx", f"{_STATE}._root_post_backward_final_callback")
@@ -230,6 +230,14 @@ def end_backward(root: FSDPModule) -> None:
     if getattr(context, "manual_backward_finalization_active", False) is None:  # torch >= 2.15 sets it in a backward
         context.manual_backward_finalization_active = context.manual_backward_finalization
     state._root_post_backward_final_callback()
+
+
+def one_of_each_unit(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
+    """Return the first module of each unit, of which one may have several."""
+    found: dict[int, FSDPModule] = {}
+    for module in modules:
+        found.setdefault(id(_state(module)), module)
+    return list(found.values())
 
 
 @needs(f"{_STATE}._mp_policy")

@@ -19,9 +19,11 @@ from meshwright.planning.context.collectives import attention_collectives, row_a
 from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.data import (
     Holding,
+    Joining,
     Narrow,
     at_rest,
     gathers_per_step,
+    joins_blocks,
     trained_cuts,
     units_of,
     with_zero_stage,
@@ -148,7 +150,9 @@ def _assemble(case: Case) -> Plan:
     shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
     narrow = Narrow.of(float8, quantize)
     holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
-    units = units_of(without_skipped(facts, layout), holding, reshard)
+    starts = () if pipeline is None else tuple(stage.blocks[0] for stage in pipeline.stages if stage.blocks)
+    joining = Joining(data.blocks_per_unit or int(not joins_blocks(shares)), starts)
+    units = units_of(without_skipped(facts, layout), holding, reshard, joining)
     parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
     loss = None
     if requested.loss_chunks > 1:
@@ -252,6 +256,7 @@ def _data_plan(case: Case) -> DataParallel:
         gathers_per_step=is_sharded and gathers_per_step(requested, layout),
         idle=idle,
         replicates_tokens=is_sharded and layout.cp > 1 and requested.zero_stage == 0,
+        blocks_per_unit=requested.blocks_per_unit,
     )
 
 

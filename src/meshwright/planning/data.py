@@ -8,20 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from meshwright.core.dtypes import FLOATING, dtype_bytes
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.host import installed, is_at_least
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.core.parts import mixes_copies
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan
-from meshwright.planning.layout import SHARDS, Layout, shares_of
+from meshwright.planning.layout import SHARDS, Layout, Shares, shares_of
 from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.quantize import QuantizePlan
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
-from meshwright.planning.values import Case, Found, PrecisionPlan, Unit, stored_shape
+from meshwright.planning.values import Case, Found, PrecisionPlan, Unit, no_blocks, stored_shape
 
 # --- resolve a ZeRO stage
 
@@ -98,6 +99,30 @@ def zero_fits(case: Case) -> Found:
         )
 
 
+def units_fit(case: Case) -> Found:
+    """Require that blocks that are to be gathered together are sharded, and are there."""
+    most, blocks = case.techniques.blocks_per_unit, len(case.facts.blocks)
+    if most < 2:
+        return
+    if case.technique != "fully_shard":
+        yield ConfigError(
+            f"techniques.blocks_per_unit = {most} is about sharded parameters, and {case.technique} has none. Leave it"
+            f" out, or set techniques.data_parallel = fully_shard."
+        )
+    elif not blocks:
+        yield ConfigError(no_blocks(f"techniques.blocks_per_unit = {most}", case.facts))
+    elif most > blocks:
+        yield ConfigError(
+            f"techniques.blocks_per_unit = {most}: {case.facts.kind} has {blocks} blocks. Legal are 0 (chosen by their"
+            f" bytes) to {blocks}."
+        )
+    elif not JOINS_BLOCKS:
+        yield UnsupportedError(
+            f"techniques.blocks_per_unit = {most} needs torch 2.13 or later, which calls its hooks for each of several"
+            f" blocks; this is torch {installed('torch')}. Set it to 1, or to 0."
+        )
+
+
 def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
     """Note the traffic of a step by stage, with P parameter elements."""
     stage, ranks = requested.zero_stage, shares_of(layout).batch_ranks
@@ -129,6 +154,13 @@ def stage_of(plan: Plan) -> int:
 # --- group parameters into the communication units of fully_shard
 
 FULL = OptimizerPlan()
+JOINED_BYTES, JOINED_PART = 8 * 2**20, 4
+"""Blocks are joined up to so many bytes as they are gathered, and up to one of so many parts of the model's blocks, so
+that parameters are still freed, gradients sharded, and messages sent beside work. By benchmarks/units.py, joining up to
+4 MiB saves time, and above 26 MiB it costs time.
+"""
+JOINS_BLOCKS = is_at_least("torch", "2.13")
+"""Whether fully_shard treats each of several modules as it treats one; older torch casts the inputs of the first."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +227,14 @@ class Holding:
             return "uint8"
         return self.precision.computed_in(p.dtype)
 
-    def unit(self, name: str, parameters: Sequence[ParameterFact], reshard: bool | int, gathers: bool) -> Unit:
+    def unit(
+        self,
+        name: str,
+        parameters: Sequence[ParameterFact],
+        reshard: bool | int,
+        gathers: bool,
+        blocks: tuple[str, ...] = (),
+    ) -> Unit:
         trained = [p for p in parameters if p.trainable]
         packed = {p.name for p in parameters if p.name in self.narrow.in_4_bits}
         elements = {p: self.elements(p) for p in parameters}
@@ -226,6 +265,7 @@ class Holding:
             state_elements=sum(state),
             rounded_tensors=len(rounded),
             rounded_elements=sum(rounded),
+            blocks=blocks,
         )
 
 
@@ -238,24 +278,97 @@ def at_rest(facts: ModelFacts, precision: PrecisionPlan) -> ModelFacts:
     return replace(facts, parameters=tuple(replace(p, dtype=dtype(p)) for p in facts.parameters))
 
 
-def units_of(facts: ModelFacts, holding: Holding, reshard: bool | int) -> tuple[Unit, ...]:
+@dataclass(frozen=True)
+class Joining:
+    """How many blocks a unit may have, and where one has to end.
+
+    Attributes:
+        most: most blocks of a unit, as requested; 0: as many as ``blocks_by_bytes`` says.
+        starts: blocks that begin a pipeline's stages.
+    """
+
+    most: int = 1
+    starts: tuple[str, ...] = ()
+
+
+def joins_blocks(shares: Shares) -> bool:
+    """Return whether blocks may be joined unasked: a single data rank sends nothing."""
+    return shares.shards * shares.replicas > 1 and JOINS_BLOCKS
+
+
+def blocks_by_bytes(gathered: int, run: int, blocks: int) -> int:
+    """Return how many blocks a unit has by ``JOINED_BYTES`` and ``JOINED_PART``, so that all have about as many.
+
+    Args:
+        gathered: bytes of a block as it is gathered.
+        run: number of blocks that can be joined.
+        blocks: number of the model's blocks.
+    """
+    most = min(JOINED_BYTES // max(gathered, 1), blocks // JOINED_PART)
+    return -(-run // -(-run // max(most, 1)))
+
+
+def units_of(
+    facts: ModelFacts, holding: Holding, reshard: bool | int, joining: Joining | None = None
+) -> tuple[Unit, ...]:
     """List the communication units in forward order.
 
     Those outside the blocks are first, stay gathered, and the root ("") is first of all. A unit precedes those inside
     it.
+
+    Raises:
+        ConfigError: blocks were to be joined by request, and no two can be.
     """
     names = [p.name for p in facts.parameters]
-    first = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
-    flows = any(p.trainable for p in facts.parameters[:first])  # gradients flow into the first block
+    before = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
+    flows = any(p.trainable for p in facts.parameters[:before])  # gradients flow into the first block
     units = units_outside_blocks(facts, holding)
-    for block in facts.blocks:
-        flows = flows or any(p.trainable for p in facts.of_unit(block))
-        keeps = block == facts.blocks[-1] or reshard is False  # the last block is needed at once in backward
+    parts = {block: apart(facts, block, holding) for block in facts.blocks}
+    for blocks in _joined(parts, holding, joining or Joining()):
+        flows = flows or any(p.trainable for block in blocks for p in facts.of_unit(block))
+        keeps = facts.blocks[-1] in blocks or reshard is False  # the last block is needed at once in backward
         frees, gathers = False if keeps else reshard, flows and not keeps
-        for path, parameters in apart(facts, block, holding):
+        first, *others = blocks
+        if others:
+            together = [p for block in blocks for _, parameters in parts[block] for p in parameters]
+            units.append(holding.unit(first, together, frees, gathers, blocks))
+            continue
+        for path, parameters in parts[first]:
             inside = bool(frees) if any(map(holding.of_experts, parameters)) else frees
-            units.append(holding.unit(path, parameters, inside, gathers))
+            units.append(holding.unit(path, parameters, inside, gathers, blocks if path == first else ()))
     return tuple(units)
+
+
+def _joined(
+    parts: dict[str, list[tuple[str, list[ParameterFact]]]], holding: Holding, joining: Joining
+) -> list[tuple[str, ...]]:
+    """Join blocks that follow each other in one stack and stage, are trained alike, and have no units inside."""
+    runs: list[list[str]] = []
+    before: tuple | None = None
+    for block, inside in parts.items():
+        trained = {p.dtype for _, parameters in inside for p in parameters if p.trainable}
+        single = len(inside) == 1 and inside[0][0] == block
+        kind = (owner(block), *sorted(trained)) if single else None
+        if runs and kind is not None and kind == before and block not in joining.starts:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+        before = kind
+    found: list[tuple[str, ...]] = []
+    for run in runs:
+        most = joining.most
+        if not most:
+            size = max(holding.unit(block, parts[block][0][1], False, False).bytes_gathered for block in run)
+            most = blocks_by_bytes(size, len(run), len(parts))
+        found += [tuple(run[start : start + most]) for start in range(0, len(run), most)]
+    if joining.most > 1 and all(len(blocks) == 1 for blocks in found):
+        raise ConfigError(
+            f"techniques.blocks_per_unit = {joining.most}: no two blocks that follow each other can be gathered"
+            f" together. Those of {pattern(next(iter(parts)))} have units inside them (experts that layout.ep shares"
+            f" out, weights of another dtype), are not all trained, or are in other stages. Set"
+            f" techniques.blocks_per_unit = 1."
+        )
+    return found
 
 
 def units_outside_blocks(facts: ModelFacts, holding: Holding) -> list[Unit]:

@@ -18,7 +18,7 @@ from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.collectives import resolved, step_traffic
 from meshwright.planning.context.kernels import kernel_of
 from meshwright.planning.context.plan import Method
-from meshwright.planning.data import stage_of
+from meshwright.planning.data import JOINED_BYTES, JOINED_PART, JOINS_BLOCKS, joins_blocks, stage_of
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, plan_memory
 from meshwright.planning.plan import Plan
@@ -153,7 +153,7 @@ def _header(plan: Plan) -> str:
     total = sum(p.count * math.prod(p.shape) for p in plan.parameters)
     p, data, tensor = plan.precision, plan.data, plan.tensor
     resharded = [str(unit.reshard_after_forward) for unit in plan.units if unit.name][:1] or ["False"]
-    reshard = resharded[0].lower() + (" (root and last block stay gathered)" if resharded != ["False"] else "")
+    reshard = resharded[0].lower() + (" (root and last unit stay gathered)" if resharded != ["False"] else "")
     lines = [
         f"{plan.model}: {count_text(total)} parameters on {plan.world} rank{'s' * (plan.world > 1)} ({plan.device}),"
         f" mesh {mesh}",
@@ -161,6 +161,7 @@ def _header(plan: Plan) -> str:
         + (f", reshard_after_forward {reshard}" if data.technique == "fully_shard" else "")
         + (f" (ZeRO-{stage})" if (stage := stage_of(plan)) else "")
         + (", parameters and optimizer state in host memory" if data.cpu_offload else ""),
+        *_units(plan),
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
         + (f", output {p.output}" if p.output else "")
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
@@ -210,6 +211,27 @@ def _optimizer(plan: Plan) -> list[str]:
         *(["state in host memory"] if o.in_host_memory else []),
     ]
     return [f"  optimizer       {'; '.join(settings)}"] if settings else []
+
+
+def _units(plan: Plan) -> Iterator[str]:
+    """Yield a line that says how many blocks are gathered together, and why; none where nothing is gathered."""
+    units = [unit for unit in plan.units if unit.blocks]
+    if plan.data.technique != "fully_shard" or not units:
+        return
+    size, most = max(unit.bytes_gathered for unit in units), max(len(unit.blocks) for unit in units)
+    total, limit = sum(len(unit.blocks) for unit in units), bytes_text(JOINED_BYTES)
+    if asked := plan.data.blocks_per_unit:
+        why = f"as techniques.blocks_per_unit = {asked} says"
+    elif most > 1:
+        why = f"up to {limit} and a quarter of the blocks travel in one message"
+    elif not joins_blocks(plan.shares):
+        why = "a single data rank sends nothing" if JOINS_BLOCKS else "torch before 2.13 gathers them one by one"
+    elif 2 * size > JOINED_BYTES:
+        why = f"two would be more than {limit}"
+    else:
+        why = "two would be more than a quarter" if total < 2 * JOINED_PART else "no two can be gathered together"
+    blocks = "each block" if most == 1 else f"{most} of {total} blocks each"
+    yield f"  units           {blocks}, {bytes_text(size)} at most: {why}"
 
 
 def _layers(paths: tuple[str, ...], kind: str = "") -> str:

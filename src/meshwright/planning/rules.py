@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedErro
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.context.plan import context_companions, refuse_shorter
-from meshwright.planning.data import Holding, apart, without_skipped, zero_fits
+from meshwright.planning.data import Holding, apart, units_fit, without_skipped, zero_fits
 from meshwright.planning.experts import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
 from meshwright.planning.float8 import RECIPES, float8_companions, float8_gathering, float8_requested
 from meshwright.planning.layout import SHARDS, shares_of
@@ -247,6 +247,7 @@ RULES: tuple[Callable[[Case], Found], ...] = (
     optimizer_fits,
     ddp_fits,
     zero_fits,
+    units_fit,
     resharding,
     postponed_all_reduce,
     shardable_parameters,

@@ -52,6 +52,10 @@ class RunTechniques:
     """fully_shard: free a block's gathered parameters after its forward; false keeps them; a number reshards to that
     many ranks; auto: as zero_stage has it, else true, but false in a pipeline, which would gather for every
     microbatch."""
+    blocks_per_unit: Annotated[int, FROM_0] = 0
+    """fully_shard: most blocks of which parameters are gathered, and gradients reduced, in one message; 0: as many as
+    their bytes suggest.
+    """
     sync_grad_accum: bool | Literal["shard", "auto"] = "auto"
     """false: gradients are reduced once per step; true: with every microbatch; "shard": reduce-scatter each, all-reduce
     over replicas once; auto: as zero_stage has it, else false.

@@ -88,10 +88,11 @@ class LossPlan:
 class Unit:
     """An all-gather group, whose trained parameters have one dtype.
 
-    It has the parameters of a block, of a stack of experts, of a module whose trained parameters have another dtype
-    than those around it, or ("") the others.
+    It has the parameters of one or several blocks, of a stack of experts, of a module whose trained parameters have
+    another dtype than those around it, or ("") the others.
 
     Attributes:
+        name: path of its module; of several blocks the first one's.
         elements: elements gathered, padding of uneven shards included.
         trainable_elements: those of them that are trained, padding included.
         bytes_at_rest: bytes at rest on all ranks that shard the unit.
@@ -105,6 +106,7 @@ class Unit:
         state_elements: elements of the optimizer's state on the first rank.
         rounded_tensors, rounded_elements: number and elements of the trained parameters with low-bit optimizer state on
             the first rank.
+        blocks: paths of the blocks that it gathers, in forward order; empty: a unit inside or outside of blocks.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Unit:
     state_elements: int = 0
     rounded_tensors: int = 0
     rounded_elements: int = 0
+    blocks: tuple[str, ...] = ()
 
     @property
     def trainable_bytes(self) -> int:
@@ -143,6 +146,7 @@ class DataParallel:
             of them have one.
         own_units: whether the model's own ``fully_shard(**options)`` chooses the all-gather groups.
         replicates_tokens: whether fully_shard leaves parameters whole on the ranks of the context axis.
+        blocks_per_unit: most blocks that are gathered together, as requested; 0: chosen by their bytes.
     """
 
     technique: Literal["none", "ddp", "fully_shard"]
@@ -155,6 +159,7 @@ class DataParallel:
     idle: tuple[str, ...] = ()
     own_units: bool = False
     replicates_tokens: bool = False
+    blocks_per_unit: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
 from meshwright.introspection.structure.experts import find_stacks
+from meshwright.planning.data import JOINS_BLOCKS
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
@@ -126,9 +127,9 @@ def execution_of(plan: Plan) -> Execution:
     elements = max(1, sum(size for size, _ in trained))
     master = sum(size * dtype_bytes(dtype) for size, dtype in trained) / elements
     reduce = sum(size * dtype_bytes(precision.reduced_in(dtype)) for size, dtype in trained) / elements
-    blocks = max(1, len({unit.name for unit in plan.units if unit.name}))
+    blocks = max(1, sum(len(unit.blocks) for unit in plan.units))
     kept = [not unit.reshard_after_forward for unit in plan.units if unit.name]
-    keeps_gathered = len(kept) > 1 and all(kept)
+    keeps_gathered = blocks > 1 and all(kept)
     fully = data.technique == "fully_shard"
     recompute = plan.activation_checkpointing
     schedule = plan.pipeline
@@ -144,6 +145,7 @@ def execution_of(plan: Plan) -> Execution:
         reduce_bytes=reduce,
         optimizer_bytes=_optimizer_bytes(plan, master),
         zero=3 if fully else 0,
+        blocks_per_unit=data.blocks_per_unit if JOINS_BLOCKS else 1,
         fused=bool(plan.compiled),
         recompute="full" if recompute in WHOLE else "selective" if recompute == "selective" else "none",
         named="" if recompute in ("none", "selective", "full") else recompute,

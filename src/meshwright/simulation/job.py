@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from meshwright.planning.data import blocks_by_bytes
 from meshwright.planning.layout import Layout, shares_of
 from meshwright.planning.pipeline.orders import schedule_kind
 from meshwright.planning.pipeline.plan import balanced
@@ -284,6 +285,7 @@ class Execution:
         reduce_bytes: bytes of a gradient in messages.
         optimizer_bytes: bytes of optimizer state per element of its owner's shard, master copy left out.
         zero: what is sharded over the data ranks (arXiv 1910.02054), 0 to 3.
+        blocks_per_unit: most blocks of which parameters are gathered together; 0: by their bytes, as in this library.
         shards: ranks over which it is; 0: all of dp_shard and cp (ZeRO 1 and 2 of others: all data ranks).
         attention: kernel of attention: "unfused", "flash1", "flash2", "fused" (the newest that the device has).
         fused: whether chains of elementwise operators run as one kernel.
@@ -338,6 +340,7 @@ class Execution:
     reduce_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     zero: int = 3
+    blocks_per_unit: int = 1
     shards: int = 0
     attention: str = "fused"
     fused: bool = False
@@ -546,6 +549,15 @@ class Job:
         """Ranks that hold the same experts."""
         ranks = self.data_ranks * self.layout.cp * self.layout.tp
         return Group(max(1, ranks // self.layout.ep), self.layout.ep)
+
+    def joined(self, block: BlockShape) -> int:
+        """Return how many such blocks are gathered together."""
+        run, layout = self.execution, self.layout
+        if run.zero < 3 or self.data_ranks * layout.cp == 1 or (block.experts is not None and layout.ep > 1):
+            return 1
+        size = int(block.elements / layout.tp * run.gathered_element)
+        blocks = max(end - start for start, end in self.stage_bounds)
+        return min(run.blocks_per_unit, blocks) or blocks_by_bytes(size, blocks, len(self.architecture.blocks))
 
     def with_layout(self, layout: Layout) -> Job:
         return Job(self.architecture, layout, self.seq_len, self.rows, self.microbatch, self.execution, self.machines)

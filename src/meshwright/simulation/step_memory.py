@@ -224,6 +224,7 @@ def _gathered(job: Job, part: BlocksPart, outside: float) -> float:
         return 0.0
     kept = outside / layout.tp * run.compute_bytes
     largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
+    largest *= max((job.joined(b) for b, n in zip(job.architecture.kinds[0], part.counts, strict=True) if n), default=1)
     gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
     if not run.gathers_each:  # everything stays gathered from its first forward on
         kept += (part.dense / layout.tp + part.experts / layout.ep) * run.gathered_element

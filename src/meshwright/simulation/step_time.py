@@ -403,15 +403,15 @@ def _data(job: Job, kinds: Kinds, rank: int, backward_s: float) -> tuple[float, 
 
 def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[float, float]:
     """Return the seconds of a sharded block's messages in a step: exposed, and hidden behind the next blocks' work."""
-    run, layout, machines = job.execution, job.layout, job.machines
-    dense = block.dense_elements / layout.tp
+    run, layout, machines, together = job.execution, job.layout, job.machines, job.joined(block)
+    dense = block.dense_elements / layout.tp * together
     reduced = run.reduce_bytes * run.trained
     gathers = machines.gather_s(dense * run.gathered_element, job.owner_group)
     reduces = machines.gather_s(dense * reduced, job.owner_group)
     if job.replica_group.size > 1:
         reduces += machines.reduce_s(dense * reduced / job.owners, job.replica_group)
     if block.experts:
-        own, group = block.experts.elements / layout.ep, job.expert_replicas
+        own, group = block.experts.elements / layout.ep * together, job.expert_replicas
         gathers += machines.gather_s(own * run.gathered_element, group)
         reduces += machines.gather_s(own * reduced, group)
     forwards = job.microbatches if run.gathers_each else 1
@@ -422,8 +422,9 @@ def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[floa
         (backwards - reductions, gathers, times.backward_s),  # microbatches before the last gather alone
         (reductions, reduces + (gathers if backwards else 0.0), times.backward_s),
     ]
-    exposed = sum(count * max(0.0, seconds - room) for count, seconds, room in phases if count > 0)
-    return exposed, sum(count * min(seconds, room) for count, seconds, room in phases if count > 0)
+    phases = [(count / together, seconds, room * together) for count, seconds, room in phases if count > 0]
+    exposed = sum(count * max(0.0, seconds - room) for count, seconds, room in phases)
+    return exposed, sum(count * min(seconds, room) for count, seconds, room in phases)
 
 
 def _whole_parameters(

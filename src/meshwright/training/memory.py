@@ -249,7 +249,7 @@ def _savings(held: Mapping[MemoryUse, int], plan: Plan, shares: MemoryShares) ->
     if fewer := shares.rows // 2 // shares.together * shares.together:
         yield (activations + logits) * (shares.rows - fewer) // shares.rows, f"batch.microbatch = {fewer}"
     if plan.activation_checkpointing == "none" and plan.units[1:]:
-        blocks = len([unit for unit in plan.units if unit.name and not unit.experts])
+        blocks = sum(len(unit.blocks) for unit in plan.units)
         yield activations - activations // max(blocks, 1), 'techniques.activation_checkpointing = "full"'
     if plan.loss is None and shares.together == 1:
         yield logits - logits // 8, "techniques.loss_chunks = 8"

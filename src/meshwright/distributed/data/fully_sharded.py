@@ -60,18 +60,21 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             _shard_experts(model, unit, plan, device_mesh)
         elif unit.name and not plan.data.own_units:
             is_inside = any(name and name != unit.name and is_within(unit.name, name) for name in names)
-            module = model.get_submodule(unit.name)
-            module.register_forward_hook(_without_views, with_kwargs=True)
+            modules = [model.get_submodule(path) for path in unit.blocks or (unit.name,)]
+            for module in modules:
+                module.register_forward_hook(_without_views, with_kwargs=True)
             own = policy(plan.precision, unit)
-            block = fully_shard(
-                module,
+            fully_shard(
+                modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
                 reshard_after_forward=unit.reshard_after_forward,
                 mp_policy=replace(own, cast_forward_inputs=False) if is_inside or unit.outside_blocks else own,
                 **shared,
             )
+            for module in modules[:-1]:  # torch gathers again where a gradient reaches the last of them
+                module.register_forward_hook(_gather_before_backward)
             if unit.reshard_after_forward and not unit.gathers_in_backward:
                 # torch's prefetch would gather frozen blocks that no gradient reaches
-                block.set_unshard_in_backward(False)
+                cast(FSDPModule, modules[0]).set_unshard_in_backward(False)
     root = next((unit for unit in plan.units if not unit.name), None)
     if plan.data.own_units:
         blocks = [unit for unit in plan.units if not unit.outside_blocks]
@@ -136,6 +139,12 @@ def _shard_experts(model: nn.Module, unit: Unit, plan: Plan, device_mesh: Device
 
 
 @uncompiled
+def _gather_before_backward(module: nn.Module, inputs: tuple, output: Any) -> None:
+    """Let a unit of several blocks be gathered by the first gradient that reaches any of them."""
+    torch_private.begin_backward_at(cast(FSDPModule, module), output)
+
+
+@uncompiled
 def _without_views(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Return outputs that are no views, before FSDP2 hangs a unit's backward on them.
 
@@ -163,7 +172,8 @@ def begin_backward_at(root: Any, tensor: Tensor) -> None:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    """List a module of each unit, its first, in module order."""
+    return torch_private.one_of_each_unit(module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
@@ -175,6 +185,14 @@ def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     dtypes = torch_dtype(precision.compute), torch_dtype(reduced_in)
     return MixedPrecisionPolicy(*dtypes, cast_forward_inputs=precision.cast_forward_inputs)
+
+
+def _named_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """Yield those modules with their paths."""
+    units = set(map(id, sharded_modules(model)))
+    for name, module in model.named_modules():
+        if id(module) in units:
+            yield name, cast(FSDPModule, module)
 
 
 @contextmanager
@@ -210,11 +228,10 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
     Gradients stay whole until ``reduce_gradients``, and so do units that the plan does not free after a forward.
     """
     frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            module.set_is_last_backward(False)
-            module.set_reshard_after_backward(clean(name) in frees, recurse=False)
-            module.set_requires_gradient_sync(False, recurse=False)
+    for name, module in _named_units(model):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(clean(name) in frees, recurse=False)
+        module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     except BaseException:
@@ -297,7 +314,7 @@ def _prefetch(model: nn.Module, experts: list[str]) -> None:
     Inside blocks only stacks of experts are: the backward order of several units there is not known, and one that was
     done already would be gathered again.
     """
-    units = {name: module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
+    units = {name: module for name, module in _named_units(model) if name}
     small = [n for n in units if clean(n) not in experts and any(n != other and is_within(n, other) for other in units)]
     forward, backward = prefetched([name for name in units if name not in small])
     for name, module in units.items():
