@@ -46,6 +46,7 @@ PLAIN = [
         "dp=fsdp microbatches=rows",
         "dp=fsdp microbatches=rows shards=zero1",
         "dp=fsdp microbatches=rows shards=zero2",
+        "dp=fsdp units=two",
         "dp=hsdp",
         "dp=fsdp tp=2 sequence=cut",
         "dp=fsdp freeze=start dtypes=two",

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import Layout, MeshwrightError, parallelize
+from meshwright import ConfigError, Layout, UnsupportedError, parallelize
 from meshwright.core.names import clean
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.data.fully_sharded import prefetched, sharded_modules
 from meshwright.distributed.mesh import data_position
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning import data
 from meshwright.planning.build import plan
 
 IDS, DIM, ROWS, SEQ, STEPS = 11, 6, 4, 5, 2
@@ -213,30 +214,21 @@ def test_a_unit_ends_where_blocks_are_trained_otherwise():
     assert sizes(blocks=5, blocks_per_unit=3, freeze=("embedding", r"layers\.[01]\.")) == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("layout", "techniques", "words"),
-    [
-        (Layout(dp_shard=2), {"blocks_per_unit": 9}, "Decoder has 8 blocks. Legal are 0 (chosen by their bytes) to 8."),
-        (
-            Layout(dp_shard=1, dp_replicate=2),
-            {"blocks_per_unit": 2},
-            "techniques.blocks_per_unit = 2 is about sharded parameters, and ddp has none. Leave it out, or set"
-            " techniques.data_parallel = fully_shard.",
-        ),
-        (
-            Layout(pp=8, dp_shard=2),
-            {"blocks_per_unit": 2},
-            "no two blocks that follow each other can be gathered together. Those of layers.* have units inside them"
-            " (experts that layout.ep shares out, weights of another dtype), are not all trained, or are in other"
-            " stages. Set techniques.blocks_per_unit = 1.",
-        ),
-    ],
-    ids=["too many", "ddp", "stages of one block"],
-)
-def test_what_joins_nothing_is_refused(layout, techniques, words):
-    with pytest.raises(MeshwrightError) as error:
-        plan(CONFIG, layout, techniques=techniques)
-    assert words in str(error.value)
+@pytest.mark.follows("techniques.blocks_per_unit = …")
+def test_what_joins_nothing_is_refused():
+    layout = Layout(pp=8, dp_shard=2)
+    with pytest.raises(
+        ConfigError, match=r"no two blocks that follow each other .* Set techniques.blocks_per_unit = 1"
+    ):
+        plan(CONFIG, layout, techniques={"blocks_per_unit": 2})
+    assert all(len(unit.blocks) < 2 for unit in plan(CONFIG, layout, techniques={"blocks_per_unit": 1}).units)
+
+
+def test_torch_that_treats_the_first_of_several_modules_alone_gathers_them_one_by_one(monkeypatch):
+    monkeypatch.setattr(data, "JOINS_BLOCKS", False)
+    assert sizes() == [1] * 24
+    with pytest.raises(UnsupportedError, match="techniques.blocks_per_unit = 2 needs torch 2.13"):
+        sizes(blocks_per_unit=2)
 
 
 @pytest.mark.parametrize(

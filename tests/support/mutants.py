@@ -338,6 +338,17 @@ def reduced_in_the_dtype_of_the_root():
     return patch.object(fully_sharded, "apply", applied)
 
 
+def last_blocks_left_to_the_root():
+    """A unit of several blocks has all but the last, which the root gathers, and never frees."""
+    apply = fully_sharded.apply
+
+    def applied(model, plan, device_mesh):
+        units = tuple(replace(unit, blocks=unit.blocks[:-1] or unit.blocks) for unit in plan.units)
+        return apply(model, replace(plan, units=units), device_mesh)
+
+    return patch.object(fully_sharded, "apply", applied)
+
+
 @contextmanager
 def frozen_in_the_dtype_of_most():
     """Frozen parameters lose their dtype."""

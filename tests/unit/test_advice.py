@@ -190,6 +190,7 @@ BY_RULE = {
     "stacked_adapters": ["techniques.compile = false"],
     "state_stays": ["techniques.activation_checkpointing = none"],
     "tensor_companions": ["techniques.data_parallel = fully_shard"],
+    "units_fit": ["techniques.blocks_per_unit, by 'it'"],
     "zero_fits": [
         "layout.dp_replicate = …",
         "layout.dp_shard = …",
@@ -459,6 +460,7 @@ def test_what_a_refusal_says_of_inspect_is_so(tmp_path, capsys):
 
 FOLLOWED_BY_MARKER = links()
 KEYS_PRINTED = {
+    "planning/data.py": {"techniques.blocks_per_unit, by 'it'"},
     "planning/pipeline/plan.py": {"techniques.layers_per_stage, by 'it'", "techniques.pipeline_cuts, by 'it'"},
     "planning/quantize.py": {"techniques.quantize_frozen, by 'it'", "techniques.quantize_frozen = none"},
     "planning/recompute.py": {"techniques.checkpoint_keep, by 'it'"},

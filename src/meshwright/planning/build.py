@@ -19,7 +19,6 @@ from meshwright.planning.context.collectives import attention_collectives, row_a
 from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.data import (
     Holding,
-    Joining,
     Narrow,
     at_rest,
     gathers_per_step,
@@ -150,9 +149,9 @@ def _assemble(case: Case) -> Plan:
     shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
     narrow = Narrow.of(float8, quantize)
     holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
-    starts = () if pipeline is None else tuple(stage.blocks[0] for stage in pipeline.stages if stage.blocks)
-    joining = Joining(data.blocks_per_unit or int(not joins_blocks(shares)), starts)
-    units = units_of(without_skipped(facts, layout), holding, reshard, joining)
+    starts = () if pipeline is None else [block for stage in pipeline.stages for block in stage.blocks[:1]]
+    most = data.blocks_per_unit or int(not joins_blocks(shares))
+    units = units_of(without_skipped(facts, layout), holding, reshard, most, starts)
     parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
     loss = None
     if requested.loss_chunks > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -102,25 +102,17 @@ def zero_fits(case: Case) -> Found:
 def units_fit(case: Case) -> Found:
     """Require that blocks that are to be gathered together are sharded, and are there."""
     most, blocks = case.techniques.blocks_per_unit, len(case.facts.blocks)
-    if most < 2:
-        return
-    if case.technique != "fully_shard":
+    request = f"techniques.blocks_per_unit = {most}"
+    if most > 1 and case.technique != "fully_shard":
+        yield ConfigError(f"{request} is about sharded parameters, and {case.technique} has none. Leave it out.")
+    elif most > 1 and not blocks:
+        yield ConfigError(no_blocks(request, case.facts))
+    elif most > max(blocks, 1):
         yield ConfigError(
-            f"techniques.blocks_per_unit = {most} is about sharded parameters, and {case.technique} has none. Leave it"
-            f" out, or set techniques.data_parallel = fully_shard."
+            f"{request}: {case.facts.kind} has {blocks} blocks. Legal are 0 (by their bytes) to {blocks}."
         )
-    elif not blocks:
-        yield ConfigError(no_blocks(f"techniques.blocks_per_unit = {most}", case.facts))
-    elif most > blocks:
-        yield ConfigError(
-            f"techniques.blocks_per_unit = {most}: {case.facts.kind} has {blocks} blocks. Legal are 0 (chosen by their"
-            f" bytes) to {blocks}."
-        )
-    elif not JOINS_BLOCKS:
-        yield UnsupportedError(
-            f"techniques.blocks_per_unit = {most} needs torch 2.13 or later, which calls its hooks for each of several"
-            f" blocks; this is torch {installed('torch')}. Set it to 1, or to 0."
-        )
+    elif most > 1 and not JOINS_BLOCKS:
+        yield UnsupportedError(f"{request} needs torch 2.13, and this is torch {installed('torch')}. Set it to 1.")
 
 
 def zero_notes(requested: Techniques, layout: Layout, technique: str) -> Iterator[str]:
@@ -278,19 +270,6 @@ def at_rest(facts: ModelFacts, precision: PrecisionPlan) -> ModelFacts:
     return replace(facts, parameters=tuple(replace(p, dtype=dtype(p)) for p in facts.parameters))
 
 
-@dataclass(frozen=True)
-class Joining:
-    """How many blocks a unit may have, and where one has to end.
-
-    Attributes:
-        most: most blocks of a unit, as requested; 0: as many as ``blocks_by_bytes`` says.
-        starts: blocks that begin a pipeline's stages.
-    """
-
-    most: int = 1
-    starts: tuple[str, ...] = ()
-
-
 def joins_blocks(shares: Shares) -> bool:
     """Return whether blocks may be joined unasked: a single data rank sends nothing."""
     return shares.shards * shares.replicas > 1 and JOINS_BLOCKS
@@ -309,22 +288,26 @@ def blocks_by_bytes(gathered: int, run: int, blocks: int) -> int:
 
 
 def units_of(
-    facts: ModelFacts, holding: Holding, reshard: bool | int, joining: Joining | None = None
+    facts: ModelFacts, holding: Holding, reshard: bool | int, most: int = 1, starts: Collection[str] = ()
 ) -> tuple[Unit, ...]:
     """List the communication units in forward order.
 
     Those outside the blocks are first, stay gathered, and the root ("") is first of all. A unit precedes those inside
     it.
 
+    Args:
+        most: most blocks of a unit; 0: as many as ``blocks_by_bytes`` says.
+        starts: blocks that begin a pipeline's stages.
+
     Raises:
-        ConfigError: blocks were to be joined by request, and no two can be.
+        ConfigError: no two blocks can be joined, and ``most`` is above 1.
     """
     names = [p.name for p in facts.parameters]
     before = next((names.index(p.name) for block in facts.blocks[:1] for p in facts.of_unit(block)), len(names))
     flows = any(p.trainable for p in facts.parameters[:before])  # gradients flow into the first block
     units = units_outside_blocks(facts, holding)
     parts = {block: apart(facts, block, holding) for block in facts.blocks}
-    for blocks in _joined(parts, holding, joining or Joining()):
+    for blocks in _joined(parts, holding, most, starts):
         flows = flows or any(p.trainable for block in blocks for p in facts.of_unit(block))
         keeps = facts.blocks[-1] in blocks or reshard is False  # the last block is needed at once in backward
         frees, gathers = False if keeps else reshard, flows and not keeps
@@ -340,33 +323,28 @@ def units_of(
 
 
 def _joined(
-    parts: dict[str, list[tuple[str, list[ParameterFact]]]], holding: Holding, joining: Joining
+    parts: dict[str, list[tuple[str, list[ParameterFact]]]], holding: Holding, most: int, starts: Collection[str]
 ) -> list[tuple[str, ...]]:
     """Join blocks that follow each other in one stack and stage, are trained alike, and have no units inside."""
     runs: list[list[str]] = []
     before: tuple | None = None
     for block, inside in parts.items():
-        trained = {p.dtype for _, parameters in inside for p in parameters if p.trainable}
-        single = len(inside) == 1 and inside[0][0] == block
-        kind = (owner(block), *sorted(trained)) if single else None
-        if runs and kind is not None and kind == before and block not in joining.starts:
+        kind = (owner(block), {p.dtype for _, parameters in inside for p in parameters if p.trainable})
+        if before == kind and [path for path, _ in inside] == [block] and block not in starts:
             runs[-1].append(block)
         else:
             runs.append([block])
-        before = kind
+        before = kind if [path for path, _ in inside] == [block] else None
     found: list[tuple[str, ...]] = []
     for run in runs:
-        most = joining.most
-        if not most:
-            size = max(holding.unit(block, parts[block][0][1], False, False).bytes_gathered for block in run)
-            most = blocks_by_bytes(size, len(run), len(parts))
-        found += [tuple(run[start : start + most]) for start in range(0, len(run), most)]
-    if joining.most > 1 and all(len(blocks) == 1 for blocks in found):
+        size = max(holding.unit(block, parts[block][0][1], False, False).bytes_gathered for block in run)
+        step = most or blocks_by_bytes(size, len(run), len(parts))
+        found += [tuple(run[start : start + step]) for start in range(0, len(run), step)]
+    if most > 1 and len(found) == len(parts):
         raise ConfigError(
-            f"techniques.blocks_per_unit = {joining.most}: no two blocks that follow each other can be gathered"
-            f" together. Those of {pattern(next(iter(parts)))} have units inside them (experts that layout.ep shares"
-            f" out, weights of another dtype), are not all trained, or are in other stages. Set"
-            f" techniques.blocks_per_unit = 1."
+            f"techniques.blocks_per_unit = {most}: no two blocks that follow each other can be gathered together. Those"
+            f" of {pattern(next(iter(parts)))} have units inside them (experts that layout.ep shares out, weights of"
+            f" another dtype), are not all trained, or are in other stages. Set techniques.blocks_per_unit = 1."
         )
     return found
 
