@@ -16,9 +16,14 @@ from meshwright.core.names import clean
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.data.fully_sharded import prefetched, sharded_modules
 from meshwright.distributed.mesh import data_position
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning import data
 from meshwright.planning.build import plan
+from meshwright.planning.values import Batch
+from meshwright.simulation.cards import machines
+from meshwright.simulation.from_model import job_of_plan
 
 IDS, DIM, ROWS, SEQ, STEPS = 11, 6, 4, 5, 2
 CLOSE = 1e-11
@@ -212,6 +217,17 @@ def test_a_unit_ends_where_blocks_are_trained_otherwise():
     assert sizes(blocks=5, blocks_per_unit=2) == [2, 2, 1]
     assert sizes(blocks=5, blocks_per_unit=5) == [5]
     assert sizes(blocks=5, blocks_per_unit=3, freeze=("embedding", r"layers\.[01]\.")) == [2, 3]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)], ids=str)
+@pytest.mark.parametrize("shape", [(24, 64), (16, 256), (8, 512)], ids=str)
+def test_a_forecast_joins_as_many_as_the_plan(layout, shape):
+    blocks, dim = shape
+    facts = model_facts(as_module(DecoderConfig(257, dim, blocks, 4, 2, 3 * dim, 16)))
+    for most in (0, 1, 3):
+        made = plan(facts, layout, techniques={"blocks_per_unit": most})
+        job = job_of_plan(facts, made, Batch(8, 16), machines("h100", 4, per_node=4))
+        assert job.joined(job.architecture.blocks[0]) == max(len(unit.blocks) for unit in made.units)
 
 
 @pytest.mark.follows("techniques.blocks_per_unit = …")
