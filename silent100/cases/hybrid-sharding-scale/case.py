@@ -49,6 +49,7 @@ def shard(model, faulty):
     divisor = mesh["shard"].size() if faulty else dist.get_world_size()
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(float(divisor))
 
 
