@@ -57,7 +57,7 @@ if not flags.one:
     rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(400)
 model = Recommender()
-buckets = None if flags.one else Buckets(model.parameters(), limit=2400)
+buckets = None if flags.one else Buckets(model.parameters(), limit=3000)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 for step in range(4):
     g = torch.Generator().manual_seed(step)
