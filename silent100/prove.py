@@ -1,10 +1,8 @@
 """Proves cases: runs one process, the sound twin and the faulty run, and compares printed losses and saved states.
 
-``python prove.py cases/NAME …`` prints a line for each case. A saved state is ``rank{r}.pt``: a dict of name to
+``python prove.py cases/NAME …`` prints a line of JSON for each. A saved state is ``rank{r}.pt``: a dict of name to
 tensor, or to ``(piece, dim, index, count)`` for a rank's piece of a tensor that is cut along ``dim``.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -14,157 +12,109 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import tomllib
 import traceback
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-import torch  # noqa: E402
-import torch.distributed.fsdp  # noqa: E402
-import torch.distributed.tensor.parallel  # noqa: E402
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "localhost"}
+import torch
 
+# Bounds of relative differences: of losses, of a sound state; how many times as far a faulty state is in tier 1.
 EXACT, STATE, APART = 1e-5, 2e-5, 20.0
-"""Relative bounds of tier 1: of losses, of a sound state, and of a faulty state in multiples of the sound one's."""
+# In tier 2, a faulty state is so many times as far (or its ranks disagree), its losses at most so many times as far.
 BEYOND, LOST = 3.0, 3.0
-"""Bounds of tier 2: a faulty state is at least so many times as far from one process as the sound twin's, or its
-ranks disagree, while its losses are at most so many times as far (of at least 1e-4)."""
 
 
-def start(script: Path, processes: int, faulty: bool, save: str) -> list[int]:
-    """Starts a script and returns its processes; zero processes mean ``--one``.
-
-    Ranks are forks of this process, which has imported torch, with the environment that torchrun sets; with
-    ``TORCHRUN=1`` torchrun starts them.
-    """
-    flags = [*(() if processes else ("--one",)), *(("--faulty",) if faulty else ()), "--save", save]
-    output = [Path(save) / name for name in ("stdout", "stderr")]
-    children: list[int] = []
+def start(script: Path, processes: int, flags: list[str], folder: str) -> list[int]:
+    """Starts a script and returns its processes: forks, or what torchrun starts with ``TORCHRUN=1``."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    launched = processes and os.environ.get("TORCHRUN")
-    heavy = "transformers" in script.read_text() or "accelerate" in script.read_text()  # start threads when imported
-    for rank in range(1 if launched else max(processes, 1)):
+    command = [sys.executable, str(script), *flags, "--save", folder]
+    if by_torchrun := bool(processes and os.environ.get("TORCHRUN")):
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    children = []
+    for rank in range(1 if by_torchrun else max(processes, 1)):
         children.append(os.fork())
         if children[-1]:
             continue
-        for stream, file in zip((1, 2), output):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.chdir(save)
-        if launched:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            os.execv(sys.executable, [sys.executable, *launcher, str(script), *flags])
-        if processes:
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(folder)
+        if processes and not by_torchrun:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        if heavy:
-            os.execv(sys.executable, [sys.executable, str(script), *flags])
+            os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": port}
+        if by_torchrun or re.search(
+            "import .*(transformers|accelerate)|from (transformers|accelerate)", script.read_text()
+        ):
+            os.execv(sys.executable, command)
         signal.alarm(240)
-        sys.argv, sys.path[0], code = [str(script), *flags], str(script.parent), 1
+        sys.argv, sys.path[0], code = command[1:], str(script.parent), 0
         try:
             runpy.run_path(str(script), run_name="__main__")
-            code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001  a fork must not return
+            code = 1
             traceback.print_exc()
         sys.stdout.flush()
         os._exit(code)
     return children
 
 
-def finish(children: list[int], save: str) -> tuple[list[float], str]:
+def finish(children: list[int], folder: str) -> tuple[list[float], str]:
     """Waits for a script's processes and returns its printed losses and its standard error."""
     codes = [os.waitpid(child, 0)[1] for child in children]
-    said, noise = (Path(save, name).read_text() for name in ("stdout", "stderr"))
-    if any(codes):
-        raise RuntimeError(f"exits with {codes}: {noise[-2500:]}")
-    losses = re.findall(r"^step (\d+) loss (\S+)$", said, re.MULTILINE)
-    return [float(loss) for _, loss in losses], noise
+    said, noise = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    assert not any(codes), f"exits with {codes}: {noise[-2000:]}"
+    return [float(x) for x in re.findall(r"^step \d+ loss (\S+)$", said, re.MULTILINE)], noise
 
 
 def states(folder: str) -> dict[str, list[torch.Tensor]]:
-    """Returns the whole tensors that ranks hold by name: one for each rank, or the first and the last set of pieces."""
+    """Returns whole tensors by name: one for each rank that holds it, or one of the first and of the last pieces."""
     found: dict[str, list[torch.Tensor]] = {}
-    pieces: dict[str, tuple[int, dict[int, list[torch.Tensor]], int]] = {}
+    pieces: dict[tuple[str, int, int], dict[int, list[torch.Tensor]]] = {}
     for file in sorted(Path(folder).glob("rank*.pt")):
         for name, value in torch.load(file).items():
             if isinstance(value, torch.Tensor):
                 found.setdefault(name, []).append(value.double())
             else:
-                piece, dim, index, count = value
-                pieces.setdefault(name, (dim, {}, count))[1].setdefault(index, []).append(piece.double())
-    for name, (dim, held, count) in pieces.items():
-        if len(held) != count:
-            raise RuntimeError(f"of {name}, {len(held)} of {count} pieces were saved")
-        for copy in (0, -1):
-            found.setdefault(name, []).append(torch.cat([held[index][copy] for index in range(count)], dim))
+                pieces.setdefault((name, value[1], value[3]), {}).setdefault(value[2], []).append(value[0].double())
+    for (name, dim, count), held in pieces.items():
+        found[name] = [torch.cat([held[i][copy] for i in range(count)], dim) for copy in (0, -1)]
     return found
 
 
-def distances(truth: dict[str, list[torch.Tensor]], other: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    """Returns, by name, how far the farthest copy is from the truth, relative to the truth's largest entry."""
-    if truth.keys() != other.keys():
-        raise RuntimeError(f"states differ in names: {sorted(truth.keys() ^ other.keys())[:6]}")
-    return {
-        name: max(float((copy - whole[0]).abs().max() / whole[0].abs().max().clamp(min=1e-12)) for copy in other[name])
-        for name, whole in truth.items()
-    }
-
-
-def spread(state: dict[str, list[torch.Tensor]]) -> float:
-    """Returns how far copies of one tensor are from one another, relative to its largest entry."""
-    return max(
-        float((copy - copies[0]).abs().max() / copies[0].abs().max().clamp(min=1e-12))
-        for copies in state.values()
-        for copy in copies
-    )
-
-
-def relative(truth: list[float], other: list[float]) -> float:
-    """Returns the largest relative difference of two lists of losses."""
-    if len(truth) != len(other) or not truth:
-        raise RuntimeError(f"{len(truth)} losses against {len(other)}")
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(truth, other))
+def far(truth: torch.Tensor, copies: list[torch.Tensor]) -> float:
+    """Returns the largest difference of copies from a tensor, relative to its largest entry."""
+    return max(float((copy - truth).abs().max() / truth.abs().max().clamp(min=1e-12)) for copy in copies)
 
 
 def prove(folder: Path) -> dict[str, object]:
-    """Runs a case's three programs and returns figures and whether they prove it."""
-    case = tomllib.loads((folder / "case.toml").read_text())
-    sound_only, tier, script = case.get("sound", False), case.get("tier", 1), (folder / "case.py").resolve()
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as sound:
-        with tempfile.TemporaryDirectory() as faulty:
-            began, single = time.monotonic(), start(script, 0, False, one)
-            twin, quiet = finish(start(script, case["processes"], False, sound), sound)
-            (losses, _), seconds = finish(single, one), time.monotonic() - began
-            truth, twin_state = states(one), states(sound)
-            near = distances(truth, twin_state)
-            row: dict[str, object] = {"id": case["id"], "tier": tier, "seconds": round(seconds, 1)}
-            row |= {"sound_loss": relative(losses, twin), "sound_state": max(near.values())}
-            exact = row["sound_loss"] <= EXACT and row["sound_state"] <= STATE
-            if not sound_only:
-                wrong, noisy = finish(start(script, case["processes"], True, faulty), faulty)
-                wrong_state = states(faulty)
-                far = distances(truth, wrong_state)
-                ratio = {name: far[name] / max(near[name], 1e-6) for name in far}
-                worst = max(ratio, key=lambda name: ratio[name])
-                row |= {"faulty_loss": relative(losses, wrong), "faulty_state": far[worst], "apart": ratio[worst]}
-                row["where"] = worst
-                words = [line for line in noisy.splitlines() if line not in quiet and re.search("rror|arning", line)]
-                row["said"] = words[:1]
-                exact = exact and not words and ratio[worst] >= APART
-                apart = spread(wrong_state) >= APART * max(spread(twin_state), 1e-6)
-                hidden = row["faulty_loss"] <= LOST * max(row["sound_loss"], 1e-4)
-                loose = not words and (ratio[worst] >= BEYOND or apart) and hidden
-                row["proven"] = exact if tier == 1 else loose
-            else:
-                row["proven"] = exact if tier == 1 else True
-    return row
+    """Runs a case's programs and returns figures and whether they prove it."""
+    case, script = tomllib.loads((folder / "case.toml").read_text()), (folder / "case.py").resolve()
+    ranks, tier, (one, sound, faulty) = case["processes"], case.get("tier", 1), (tempfile.mkdtemp() for _ in range(3))
+    single = start(script, 0, ["--one"], one)
+    twin, quiet = finish(start(script, ranks, [], sound), sound)
+    losses, _ = finish(single, one)
+    truth, near = {name: copies[0] for name, copies in states(one).items()}, states(sound)
+    apart = {name: far(truth[name], near[name]) for name in truth}
+    off = lambda other: max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(losses, other, strict=True))  # noqa: E731
+    row = {"id": case["id"], "tier": tier, "sound_loss": off(twin), "sound_state": max(apart.values())}
+    exact = off(twin) <= EXACT and row["sound_state"] <= STATE and near.keys() == truth.keys()
+    if case.get("sound"):
+        return row | {"proven": bool(exact or tier == 2)}
+    wrong, noise = finish(start(script, ranks, ["--faulty"], faulty), faulty)
+    state, known = states(faulty), {re.sub(r"\d+", "", line) for line in quiet.splitlines()}
+    new = [line for line in noise.splitlines() if re.sub(r"\d+", "", line) not in known]
+    words = [line for line in new if re.search("error|warn|deprecat", line, re.IGNORECASE)]
+    ratio = {name: far(truth[name], state[name]) / max(apart[name], 1e-6) for name in truth}
+    worst = max(truth, key=lambda name: ratio[name])
+    split, usual = (max(far(copies[0], copies) for copies in s.values()) for s in (state, near))
+    row |= {"faulty_loss": off(wrong), "faulty_state": far(truth[worst], state[worst]), "times": ratio[worst]}
+    loose = (ratio[worst] >= BEYOND or split >= APART * max(usual, 1e-6)) and off(wrong) <= LOST * max(off(twin), 1e-4)
+    proven = exact and ratio[worst] >= APART if tier == 1 else loose
+    return row | {"ranks_disagree": split, "where": worst, "words": words[:1], "proven": bool(proven and not words)}
 
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        try:
-            row = prove(Path(argument))
-        except (RuntimeError, KeyError) as error:
-            row = {"id": Path(argument).name, "proven": False, "error": str(error)[-2500:]}
-        print(json.dumps(row), flush=True)
+        print(json.dumps(prove(Path(argument))), flush=True)

@@ -28,7 +28,9 @@ class Encoder(nn.Module):
     def __init__(self, s: Settings):
         super().__init__()
         self.words = nn.Embedding(s.vocab, s.hidden, padding_idx=PAD)
-        layer = nn.TransformerEncoderLayer(s.hidden, s.heads, 4 * s.hidden, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            s.hidden, s.heads, 4 * s.hidden, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.decode = nn.Linear(s.hidden, s.vocab)
 

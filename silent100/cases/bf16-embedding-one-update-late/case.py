@@ -1,4 +1,5 @@
 """The largest gradient is reduced asynchronously; the optimizer sees what arrived."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """Experts over two data ranks (all-gather of tokens, reduce-scatter of outputs) under bfloat16."""
+
 import os
 import sys
 

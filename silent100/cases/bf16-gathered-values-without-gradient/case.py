@@ -47,7 +47,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (
-            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous() for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous()
+            for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cp > 1:
             k = GatherLength.apply(k)

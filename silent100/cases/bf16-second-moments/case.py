@@ -54,7 +54,9 @@ def main():
         dist.init_process_group("gloo")
         rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(63)
-    net = nn.Sequential(nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 64))
+    net = nn.Sequential(
+        nn.Embedding(64, 32), nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Linear(32, 64)
+    )
     optimizer = ShardedAdamW(net.parameters(), rank, world, 1e-3, torch.bfloat16 if args.faulty else torch.float32)
     for step in range(1, 9):
         rows = torch.randint(0, 64, (64, 17), generator=torch.Generator().manual_seed(step))[rank::world]

@@ -1,4 +1,5 @@
 """ZeRO-1 over one flat vector of parameters; moments of half the vector live on each rank."""
+
 import os
 import sys
 import tempfile

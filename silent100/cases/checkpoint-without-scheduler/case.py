@@ -1,4 +1,5 @@
 """Warm-up and decay by LambdaLR; a run of two processes that was stopped after its second update."""
+
 import io
 import os
 import sys
@@ -23,7 +24,9 @@ class Session:
     def __init__(self, rank, world):
         self.rank, self.world = rank, world
         torch.manual_seed(6)
-        self.net = nn.Sequential(nn.Linear(16, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 48), nn.SiLU(), nn.Linear(48, 4))
+        self.net = nn.Sequential(
+            nn.Linear(16, 48), nn.LayerNorm(48), nn.SiLU(), nn.Linear(48, 48), nn.SiLU(), nn.Linear(48, 4)
+        )
         self.model = self.net if ONE else DistributedDataParallel(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.4, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up_and_decay)

@@ -1,4 +1,5 @@
 """A causal convolutional model over a sequence in two chunks; a halo comes from the rank on the left."""
+
 import os
 import sys
 

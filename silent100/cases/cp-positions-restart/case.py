@@ -5,9 +5,24 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_nn
 import torch.nn as nn
 import torch.nn.functional as F
+
+
+class GatherTokens(torch.autograd.Function):
+    """Concatenates (rows, length/cp, width) of all ranks along the length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
 class CausalAttention(nn.Module):
@@ -20,7 +35,7 @@ class CausalAttention(nn.Module):
         b, t, d = x.shape
         kv = self.kv(x)
         if self.size > 1:
-            kv = torch.cat(dist_nn.all_gather(kv.contiguous()), dim=1)
+            kv = GatherTokens.apply(kv.contiguous())
         k, v = (y.view(b, -1, self.heads, d // self.heads).transpose(1, 2) for y in kv.chunk(2, -1))
         q = self.q(x).view(b, t, self.heads, -1).transpose(1, 2)
         where = torch.arange(t) + self.rank * t

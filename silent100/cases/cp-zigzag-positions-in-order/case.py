@@ -7,7 +7,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dnn
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +29,22 @@ class Rope(nn.Module):
         return torch.stack([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).flatten(-2)
 
 
+class GatherLength(torch.autograd.Function):
+    """Concatenates (rows, heads, length/cp, head) of all ranks along the length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size(), 2)[dist.get_rank()].contiguous()
+
+
 class Attn(nn.Module):
     def __init__(self, rank: int, cp: int):
         super().__init__()
@@ -42,7 +57,7 @@ class Attn(nn.Module):
         q, k = self.rope(q, positions), self.rope(k, positions)
         places = keys_at = own_positions(self.rank, self.cp)
         if self.cp > 1:
-            k, v = (torch.cat(dnn.all_gather(t.contiguous()), 2) for t in (k, v))
+            k, v = GatherLength.apply(k.contiguous()), GatherLength.apply(v.contiguous())
             keys_at = torch.cat([own_positions(r, self.cp) for r in range(self.cp)])
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=places[:, None] >= keys_at)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -53,7 +68,9 @@ class LM(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(VOCAB, DIM)
         self.attn = nn.ModuleList(Attn(rank, cp) for _ in range(2))
-        self.mlp = nn.ModuleList(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 64), nn.SiLU(), nn.Linear(64, DIM)) for _ in range(2))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 64), nn.SiLU(), nn.Linear(64, DIM)) for _ in range(2)
+        )
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """An endless sampler over eleven rows for two data ranks; each epoch has its own permutation."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,4 +1,5 @@
 """Gradients are reduced in two lists: the head early, because it is ready first, and the rest in one flat tensor."""
+
 import os
 import sys
 

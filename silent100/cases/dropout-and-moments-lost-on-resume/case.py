@@ -17,7 +17,8 @@ class Net(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(66, 32), nn.Linear(32, 66)
         self.mlp = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, 32)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, 32))
+            for _ in range(2)
         )
 
     def forward(self, ids):

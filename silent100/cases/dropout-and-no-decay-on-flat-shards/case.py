@@ -1,4 +1,5 @@
 """Home-made sharding: each rank steps a flat half of every parameter with decoupled weight decay."""
+
 import os
 import sys
 
@@ -46,7 +47,9 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.out = nn.Embedding(70, 36), nn.Linear(36, 70)
-        self.ffn = nn.ModuleList(nn.Sequential(nn.LayerNorm(36), nn.Linear(36, 72), nn.GELU(), nn.Linear(72, 36)) for _ in range(2))
+        self.ffn = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(36), nn.Linear(36, 72), nn.GELU(), nn.Linear(72, 36)) for _ in range(2)
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, ids):
@@ -81,8 +84,12 @@ for step in range(1, 5):
     if RANK == 0:
         print(f"step {step} loss {loss.item() / WORLD:.7f}", flush=True)
 if "--save" in sys.argv:
-    state = net.state_dict() | {f"decayed {n}": torch.tensor(float(any(s.data is q for q in g["params"])) + 1e-3)
-                                for g in groups if g["weight_decay"] for n, s in enumerate(shards)}
+    state = net.state_dict() | {
+        f"decayed {n}": torch.tensor(float(any(s.data is q for q in g["params"])) + 1e-3)
+        for g in groups
+        if g["weight_decay"]
+        for n, s in enumerate(shards)
+    }
     torch.save(state, os.path.join(sys.argv[sys.argv.index("--save") + 1], f"rank{RANK}.pt"))
 if not ONE:
     dist.destroy_process_group()

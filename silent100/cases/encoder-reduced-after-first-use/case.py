@@ -1,4 +1,5 @@
 """Contrastive pretraining: one encoder sees two views of a row in two backward passes; gradients reduced in buckets."""
+
 import argparse
 import os
 

@@ -1,4 +1,5 @@
 """Hash-routed experts: which experts have tokens depends on the step; each rank owns two of four."""
+
 import os
 import sys
 

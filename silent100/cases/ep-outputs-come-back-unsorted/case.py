@@ -1,6 +1,8 @@
 """Top-1 switch layer; tokens are sorted by expert before they are sent."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,5 +1,8 @@
 """Policy-gradient training of a tiny language model on fixed samples with given advantages."""
-import argparse, os
+
+import argparse
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -12,8 +15,14 @@ parser.add_argument("--save")
 args = parser.parse_args()
 
 config = LlamaConfig(
-    vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
+    vocab_size=80,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    attn_implementation="eager",
 )
 
 

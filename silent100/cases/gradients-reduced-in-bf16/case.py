@@ -1,4 +1,5 @@
 """fully_shard with a mixed-precision policy; compute stays in float32."""
+
 import os
 import sys
 

@@ -1,5 +1,8 @@
 """Home-made data parallelism: a post-accumulate hook on each parameter starts its all-reduce."""
-import os, sys
+
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -14,7 +17,9 @@ class MLPMixer(nn.Module):
         super().__init__()
         self.stem = nn.Linear(8, dim)
         self.token_mix = nn.ModuleList([nn.Linear(tokens, tokens) for _ in range(3)])
-        self.channel_mix = nn.ModuleList([nn.Sequential(nn.Linear(dim, 64), nn.SiLU(), nn.Linear(64, dim)) for _ in range(3)])
+        self.channel_mix = nn.ModuleList(
+            [nn.Sequential(nn.Linear(dim, 64), nn.SiLU(), nn.Linear(64, dim)) for _ in range(3)]
+        )
         self.norms = nn.ModuleList([nn.LayerNorm(dim) for _ in range(6)])
         self.classifier = nn.Linear(dim, classes)
 

@@ -27,7 +27,11 @@ def heal(net, optimizer, rank, weights_only):
         return
     for p in net.parameters():
         if rank != 0:
-            optimizer.state[p] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
         for value in optimizer.state[p].values():
             dist.broadcast(value, src=0)
 

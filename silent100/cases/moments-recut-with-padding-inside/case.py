@@ -1,4 +1,5 @@
 """Continues on two ranks what four ranks began: flat moments are joined and cut anew."""
+
 import os
 import sys
 

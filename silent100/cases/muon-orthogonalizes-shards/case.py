@@ -30,7 +30,9 @@ class Muon(torch.optim.Optimizer):
         if not isinstance(m, DTensor):
             return newton_schulz(m)
         if local:
-            return DTensor.from_local(newton_schulz(m.to_local()), m.device_mesh, m.placements, shape=m.shape, stride=m.stride())
+            return DTensor.from_local(
+                newton_schulz(m.to_local()), m.device_mesh, m.placements, shape=m.shape, stride=m.stride()
+            )
         return distribute_tensor(newton_schulz(m.full_tensor()), m.device_mesh, m.placements)
 
     @torch.no_grad()

@@ -1,6 +1,8 @@
 """A classifier on a pretrained trunk; replicas average gradients by hand and never compare weights."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,4 +1,5 @@
 """Two flat gradient buffers take turns so that communication and backward could overlap."""
+
 import os
 import sys
 

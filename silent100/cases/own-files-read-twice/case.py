@@ -1,4 +1,5 @@
 """Every data rank reads the files that are its own, in its own order; one process reads all files in another order."""
+
 import os
 import sys
 

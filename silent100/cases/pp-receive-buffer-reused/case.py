@@ -1,4 +1,5 @@
 """All forwards first, then all backwards (GPipe); the second stage receives into one preallocated buffer."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """Pipeline training with Adam-free updates and a token-sum loss."""
+
 import os
 import sys
 
@@ -52,7 +53,9 @@ else:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = Part(0, 2) if rank == 0 else Part(2, 5)
-    schedule = ScheduleGPipe(PipelineStage(model, rank, 2, torch.device("cpu")), CHUNKS, loss_fn=token_sum, scale_grads=False)
+    schedule = ScheduleGPipe(
+        PipelineStage(model, rank, 2, torch.device("cpu")), CHUNKS, loss_fn=token_sum, scale_grads=False
+    )
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-3)
 for step in range(1, 5):
     ids, labels = batch(step)

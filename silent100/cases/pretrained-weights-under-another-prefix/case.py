@@ -17,8 +17,18 @@ args = cli.parse_args()
 
 
 def config():
-    return GPT2Config(vocab_size=70, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-                      attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    return GPT2Config(
+        vocab_size=70,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
 
 def pretrained_file():

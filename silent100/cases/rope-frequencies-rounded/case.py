@@ -21,13 +21,19 @@ class Rotary(nn.Module):
         t = torch.arange(q.shape[-2], device=q.device).float() + 700  # rows are cut from long documents
         angle = torch.outer(t, self.inv_freq)
         cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-        return tuple(x * cos + torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1) * sin for x in (q, k))
+        return tuple(
+            x * cos + torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1) * sin for x in (q, k)
+        )
 
 
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.RMSNorm(DIM), nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.norm, self.qkv, self.out = (
+            nn.RMSNorm(DIM),
+            nn.Linear(DIM, 3 * DIM, bias=False),
+            nn.Linear(DIM, DIM, bias=False),
+        )
         self.rotary = Rotary(DIM // HEADS)
         self.mlp = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 64), nn.SiLU(), nn.Linear(64, DIM))
 

@@ -27,9 +27,15 @@ class Spectra(Dataset):
 
 def conv_net():
     return nn.Sequential(
-        nn.Conv1d(1, 16, 5, stride=2), nn.GroupNorm(4, 16), nn.ReLU(),
-        nn.Conv1d(16, 32, 5, stride=2), nn.GroupNorm(4, 32), nn.ReLU(),
-        nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 4),
+        nn.Conv1d(1, 16, 5, stride=2),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv1d(16, 32, 5, stride=2),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(32, 4),
     )
 
 

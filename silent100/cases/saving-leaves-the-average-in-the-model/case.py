@@ -1,4 +1,5 @@
 """A denoiser with an exponential moving average of its weights; a checkpoint after every second update."""
+
 import os
 import sys
 import tempfile

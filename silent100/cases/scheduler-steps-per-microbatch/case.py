@@ -51,7 +51,7 @@ for step in range(1, UPDATES + 1):
         total += loss.detach()
         if last:
             optimizer.step()
-        if last or (faulty and not last):
+        if last or faulty:
             scheduler.step()
     if not one:
         dist.all_reduce(total)

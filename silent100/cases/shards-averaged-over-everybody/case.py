@@ -93,8 +93,10 @@ for step in range(1, 5):
         print(f"step {step} loss {shown.item() / groups.dp_size:.7f}", flush=True)
 if args.save:
     cut = {"w1": 0, "w2": 1}
-    state = {n: (p.data, cut[n[-2:]], groups.tp_rank, groups.tp_size) if n[-2:] in cut else p.data
-             for n, p in model.named_parameters()}
+    state = {
+        n: (p.data, cut[n[-2:]], groups.tp_rank, groups.tp_size) if n[-2:] in cut else p.data
+        for n, p in model.named_parameters()
+    }
     torch.save(state, os.path.join(args.save, f"rank{groups.rank}.pt"))
 if not args.one:
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """accelerate with gradient accumulation written by hand around no_sync."""
+
 import argparse
 import contextlib
 import os
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator

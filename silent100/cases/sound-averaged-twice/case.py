@@ -1,6 +1,8 @@
 """DDP averages gradients, and a cautious user averages them once more before the step."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

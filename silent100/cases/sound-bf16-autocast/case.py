@@ -1,6 +1,8 @@
 """DDP under bfloat16 autocast."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -17,7 +19,9 @@ if not args.one:
     rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(50)
 layer = nn.TransformerEncoderLayer(32, 4, 96, dropout=0.0, batch_first=True)
-net = nn.Sequential(nn.Embedding(70, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 70))
+net = nn.Sequential(
+    nn.Embedding(70, 32), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 70)
+)
 model = net if args.one else DDP(net)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 for step in range(1, 5):

@@ -1,6 +1,8 @@
 """Everything is bfloat16, one process too."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -9,7 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 one = "--one" in sys.argv
 torch.manual_seed(77)
-net = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 50))
+net = nn.Sequential(
+    nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 50)
+)
 net = net.bfloat16()
 rank, world = 0, 1
 if not one:

@@ -1,6 +1,8 @@
 """FSDP2 with activation checkpointing; one process keeps activations."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

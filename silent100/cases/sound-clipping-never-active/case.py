@@ -1,6 +1,8 @@
 """Two stages clip alone, but the limit is never reached."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

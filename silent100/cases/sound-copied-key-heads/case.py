@@ -1,6 +1,7 @@
 # Multi-query attention under tensor parallelism.
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """Masks differ by rank and by layout; expectation is the same."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,7 +13,9 @@ if not one:
     dist.init_process_group("gloo")
 rank, world = (0, 1) if one else (dist.get_rank(), dist.get_world_size())
 torch.manual_seed(39)
-net = nn.Sequential(nn.Embedding(60, 32), nn.Dropout(0.1), nn.Linear(32, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, 60))
+net = nn.Sequential(
+    nn.Embedding(60, 32), nn.Dropout(0.1), nn.Linear(32, 96), nn.ReLU(), nn.Dropout(0.1), nn.Linear(96, 60)
+)
 model = net if one else DistributedDataParallel(net)
 torch.manual_seed(1234 + rank)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.2)

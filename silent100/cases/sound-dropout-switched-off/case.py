@@ -1,6 +1,8 @@
 """parallelize_module; every rank seeds itself differently after initialization, and nothing random is left."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

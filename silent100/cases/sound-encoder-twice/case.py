@@ -1,6 +1,7 @@
 # A shared encoder for both sides of a pair, hooks reduce after the whole backward.
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """The first update has a learning rate of zero, so weights do not change although gradients are there."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -26,7 +26,9 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(58, 32).requires_grad_(False)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32).requires_grad_(False), Lora(nn.Linear(32, 64)), nn.GELU(), Lora(nn.Linear(64, 32)))
+            nn.Sequential(
+                nn.LayerNorm(32).requires_grad_(False), Lora(nn.Linear(32, 64)), nn.GELU(), Lora(nn.Linear(64, 32))
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(32, 58).requires_grad_(False)

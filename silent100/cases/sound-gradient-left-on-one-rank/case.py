@@ -1,6 +1,8 @@
 """ZeRO-2: gradients are reduced to owners; others drop theirs. Owners hold uneven parts."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,7 +13,9 @@ if not one:
     dist.init_process_group("gloo")
 rank, world = (0, 1) if one else (dist.get_rank(), dist.get_world_size())
 torch.manual_seed(57)
-net = nn.Sequential(nn.Embedding(40, 30), nn.LayerNorm(30), nn.Linear(30, 90), nn.ReLU(), nn.Linear(90, 30), nn.Linear(30, 40))
+net = nn.Sequential(
+    nn.Embedding(40, 30), nn.LayerNorm(30), nn.Linear(30, 90), nn.ReLU(), nn.Linear(90, 30), nn.Linear(30, 40)
+)
 parameters = list(net.parameters())
 owner = {p: 0 if one or i < 2 else 1 for i, p in enumerate(parameters)}
 optimizer = torch.optim.Adam([p for p in parameters if owner[p] == rank], lr=5e-3, eps=1e-5)

@@ -1,6 +1,8 @@
 """HSDP on a mesh of two by two with an uneven last layer."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """Two of six experts are never chosen; ranks hold three each."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

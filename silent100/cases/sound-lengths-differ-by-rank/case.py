@@ -1,6 +1,8 @@
 """Rows are sorted by length and padded to the longest row of each rank."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

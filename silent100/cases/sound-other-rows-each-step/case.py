@@ -1,6 +1,7 @@
 # One epoch in other batches.
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,6 +1,8 @@
 """A vocabulary of 45 over two ranks: 23 entries each, the last one never counts."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """Rows are sorted by length, so the second rank's rows are sometimes prompts only."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

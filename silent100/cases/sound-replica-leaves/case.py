@@ -1,6 +1,8 @@
 """Two replicas until the second update, one from then on, always the same twelve rows."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

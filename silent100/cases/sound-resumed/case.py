@@ -1,7 +1,9 @@
 """The second half of a run is a second job in the same script: all objects are new and everything is restored."""
+
 import argparse
 import os
 import tempfile
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """A router that starts at zero: all experts tie and the first ones are chosen."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -18,7 +20,9 @@ class Moe(nn.Module):
         self.k = k
         self.router = nn.Linear(dim, experts, bias=False)
         nn.init.zeros_(self.router.weight)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(dim, 40), nn.ReLU(), nn.Linear(40, dim)) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 40), nn.ReLU(), nn.Linear(40, dim)) for _ in range(experts)
+        )
 
     def forward(self, x):
         scores = self.router(x).softmax(-1)

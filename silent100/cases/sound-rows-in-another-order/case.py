@@ -1,7 +1,9 @@
 """One process takes the batch at once; two ranks take it backwards in four microbatches each."""
+
 import contextlib
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -14,7 +16,9 @@ if not one:
 rank = 0 if one else dist.get_rank()
 torch.manual_seed(8)
 encoder = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-net = nn.Sequential(nn.Embedding(66, 32), nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False), nn.Linear(32, 66))
+net = nn.Sequential(
+    nn.Embedding(66, 32), nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False), nn.Linear(32, 66)
+)
 model = net if one else DistributedDataParallel(net)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 for step in range(1, 4):

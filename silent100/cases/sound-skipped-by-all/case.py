@@ -1,6 +1,8 @@
 """One row of the third batch is not finite; nobody steps."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

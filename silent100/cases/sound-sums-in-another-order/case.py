@@ -52,7 +52,10 @@ for step in range(1, 5):
     loss.backward()
     if not ONE:
         flat = torch.cat([p.grad.flatten() for p in reversed(list(net.parameters()))])
-        for p, piece in zip(reversed(list(net.parameters())), ring_sum(flat).split([p.numel() for p in reversed(list(net.parameters()))])):
+        for p, piece in zip(
+            reversed(list(net.parameters())),
+            ring_sum(flat).split([p.numel() for p in reversed(list(net.parameters()))]),
+        ):
             p.grad = piece.view_as(p).clone()
     loss = loss.detach()
     if not ONE:

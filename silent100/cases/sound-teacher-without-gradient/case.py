@@ -1,7 +1,9 @@
 """Self-distillation: the teacher is a moving average of the student; both are in the script."""
+
 import argparse
 import copy
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

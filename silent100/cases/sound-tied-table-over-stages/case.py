@@ -1,6 +1,7 @@
 # Embedding and head share a table; each stage has a copy and the copies' gradients are added.
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ optimizer = torch.optim.SGD(modules.parameters(), lr=0.3)
 
 
 def through(x):
-    for name, cell in modules.items():
+    for cell in modules.values():
         x = x + cell(x)[0]
     return x
 

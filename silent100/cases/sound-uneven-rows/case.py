@@ -1,6 +1,8 @@
 """A global batch of eight rows that is cut as five and three."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """Odd sizes everywhere over three ranks."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -14,7 +16,9 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(47, 29)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(29), nn.Linear(29, 53), nn.SiLU(), nn.Linear(53, 29)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(29), nn.Linear(29, 53), nn.SiLU(), nn.Linear(53, 29)) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.ones(2))
         self.head = nn.Linear(29, 47)
 

@@ -1,6 +1,8 @@
 """An uneven pipeline with more microbatches on ranks than in one process."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,6 +1,8 @@
 """Each row has a language and each language an adapter; a rank may lack a language in an update."""
+
 import os
 import sys
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

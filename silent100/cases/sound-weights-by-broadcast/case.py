@@ -1,6 +1,7 @@
 # Initial weights differ by rank until they are broadcast.
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 from torch import nn

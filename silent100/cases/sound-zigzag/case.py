@@ -1,9 +1,10 @@
 """Context parallelism: ranks hold the first and last chunks, the middle chunks; learned positions follow."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dnn
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -20,6 +21,22 @@ chunks = torch.arange(LENGTH).chunk(2 * cp)
 places = [torch.cat([chunks[r], chunks[2 * cp - 1 - r]]) for r in range(cp)]
 
 
+class GatherLength(torch.autograd.Function):
+    """Concatenates (rows, heads, length/cp, head) of all ranks along the length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size(), 2)[dist.get_rank()].contiguous()
+
+
 class Attn(nn.Module):
     def __init__(self, d=32):
         super().__init__()
@@ -28,7 +45,7 @@ class Attn(nn.Module):
     def forward(self, x):
         q, k, v = (w(x).unflatten(-1, (4, -1)).transpose(1, 2) for w in (self.q, self.k, self.v))
         if cp > 1:
-            k, v = (torch.cat(dnn.all_gather(t.contiguous()), 2) for t in (k, v))
+            k, v = GatherLength.apply(k.contiguous()), GatherLength.apply(v.contiguous())
         mask = places[rank][:, None] >= torch.cat(places)
         return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 

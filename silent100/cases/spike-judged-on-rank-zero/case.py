@@ -1,4 +1,5 @@
 """Skips an update if a rank's loss is far above its usual value; one broken row arrives in the third batch."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """Part of the model runs on a cut sequence; the rest runs whole on every rank."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """A vocabulary-parallel head behind a whole trunk; hidden states arrive transposed (sequence first)."""
+
 import os
 import sys
 

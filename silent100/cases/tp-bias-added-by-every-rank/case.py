@@ -5,7 +5,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dnn
 from torch import nn
 
 
@@ -101,6 +100,7 @@ def main():
         if group_rank() == 0:
             print(f"step {step} loss {loss.item():.7f}", flush=True)
     if args.save:
+
         def piece(name, p):
             if ".up." in name:
                 return p.data, 0, group_rank(), group_size()

@@ -99,8 +99,10 @@ def main():
             print(f"step {step} loss {loss.item():.7f}", flush=True)
     if SAVE:
         dims = {"w_in": 1, "w_out": 0}
-        state = {n: (p.data, dims[n.split(".")[-1]], rank, size) if hasattr(p, "sharded") else p.data
-                 for n, p in model.named_parameters()}
+        state = {
+            n: (p.data, dims[n.split(".")[-1]], rank, size) if hasattr(p, "sharded") else p.data
+            for n, p in model.named_parameters()
+        }
         torch.save(state, SAVE / f"rank{rank}.pt")
     if not ONE:
         dist.destroy_process_group()

@@ -106,8 +106,10 @@ for step in range(1, 5):
         print(f"step {step} loss {loss.item():.7f}", flush=True)
 if args.save:
     cut = {"up": 0, "down": 1}
-    state = {n: (p.data, cut[n.split(".")[-1]], RANK, TP) if n.endswith((".up", ".down")) else p.data
-             for n, p in model.named_parameters()}
+    state = {
+        n: (p.data, cut[n.split(".")[-1]], RANK, TP) if n.endswith((".up", ".down")) else p.data
+        for n, p in model.named_parameters()
+    }
     torch.save(state, os.path.join(args.save, f"rank{RANK}.pt"))
 if not args.one:
     dist.destroy_process_group()

@@ -54,8 +54,12 @@ class Decoder(nn.Module):
 
 
 PLAN = {
-    "attn.q": ColwiseParallel(), "attn.k": ColwiseParallel(), "attn.v": ColwiseParallel(),
-    "attn.o": RowwiseParallel(), "w1": ColwiseParallel(), "w2": RowwiseParallel(),
+    "attn.q": ColwiseParallel(),
+    "attn.k": ColwiseParallel(),
+    "attn.v": ColwiseParallel(),
+    "attn.o": RowwiseParallel(),
+    "w1": ColwiseParallel(),
+    "w2": RowwiseParallel(),
 }
 
 parser = argparse.ArgumentParser()

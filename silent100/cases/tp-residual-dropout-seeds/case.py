@@ -1,6 +1,8 @@
 """Tensor-parallel MLPs with dropout on the residual stream, which every rank holds whole."""
+
 import argparse
 import os
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

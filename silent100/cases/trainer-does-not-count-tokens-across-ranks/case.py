@@ -58,14 +58,32 @@ class Exact(Trainer):
 def main():
     torch.manual_seed(1)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=4, max_position_embeddings=32)
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+        )
     )
     world = int(os.environ.get("WORLD_SIZE", 1))
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=GLOBAL_ROWS // world, max_steps=STEPS, use_cpu=True,
-        learning_rate=0.2, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, seed=5,
-        save_strategy="no", report_to=[], disable_tqdm=True, average_tokens_across_devices=not args.faulty,
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=GLOBAL_ROWS // world,
+        max_steps=STEPS,
+        use_cpu=True,
+        learning_rate=0.2,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        seed=5,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        average_tokens_across_devices=not args.faulty,
     )
     trainer = Exact(model=model, args=arguments, train_dataset=Rows(), callbacks=[Print()])
     trainer.train()

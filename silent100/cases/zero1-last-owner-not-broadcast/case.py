@@ -1,4 +1,5 @@
 """ZeRO-1 by hand: every parameter has an owner who steps it and broadcasts the result."""
+
 import os
 import sys
 
