@@ -68,7 +68,7 @@ def main():
     torch.manual_seed(54)
     net = Net(attach=not args.faulty)
     model = net if args.one else DDP(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.004)
     for step in range(1, 5):
         rows = torch.randint(0, 72, (32, 17), generator=torch.Generator().manual_seed(step))[rank::world]
         loss = F.cross_entropy(model(rows[:, :-1]), rows[:, 1:].flatten())

@@ -33,7 +33,8 @@ class Stage(nn.Module):
         return x.float()
 
 
-def run(stage, rows):
+def microbatch(stage, rows, count):
+    """Adds a microbatch's gradients; returns its share of the loss on the last stage."""
     ids, labels = rows[:, :-1], rows[:, 1:]
     if RANK == 0 and not ONE:
         out = stage(ids)
@@ -47,11 +48,17 @@ def run(stage, rows):
         x = torch.empty(*ids.shape, 32)
         dist.recv(x, 0)
         x.requires_grad_()
-    loss = F.cross_entropy(stage(x).flatten(0, 1), labels.flatten())
+    loss = F.cross_entropy(stage(x).flatten(0, 1), labels.flatten()) / count
     loss.backward()
     if not ONE:
         dist.send(x.grad, 0)
     return loss.item()
+
+
+def run(stage, rows):
+    pieces = rows.chunk(1 if ONE else 3)
+    losses = [microbatch(stage, piece, len(pieces)) for piece in pieces]
+    return None if None in losses else sum(losses)
 
 
 def clip(stage, limit=0.05):

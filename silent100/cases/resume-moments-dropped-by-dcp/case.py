@@ -81,6 +81,7 @@ def main():
         if step == PREEMPTED_AFTER + 1 and not args.one:
             folder = shared_folder(args.one)
             save(folder, model, optimizer)
+            model.zero_grad()
             optimizer = make_optimizer(model)
             load(folder, model, optimizer, args.faulty)
         rows = torch.randint(0, 60, (8, 12), generator=torch.Generator().manual_seed(step))[rank::world]
