@@ -79,10 +79,11 @@ def main(args):
     for step in range(1, 4):
         rows = torch.randint(0, 40, (8, 11), generator=torch.Generator().manual_seed(step))[rank::world]
         loss = F.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        net.zero_grad()
         loss.backward()
         muon.step()
         sgd.step()
+        muon.zero_grad()
+        sgd.zero_grad()
         shown = loss.detach().clone()
         if not args.one:
             dist.all_reduce(shown)

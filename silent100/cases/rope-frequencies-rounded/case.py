@@ -18,7 +18,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", base ** -(torch.arange(0, dim, 2).float() / dim), persistent=False)
 
     def forward(self, q, k):
-        t = torch.arange(q.shape[-2], device=q.device).float() + 700  # rows are cut from long documents
+        t = torch.arange(q.shape[-2], device=q.device).float()
         angle = torch.outer(t, self.inv_freq)
         cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
         return tuple(
@@ -35,6 +35,7 @@ class Layer(nn.Module):
             nn.Linear(DIM, DIM, bias=False),
         )
         self.rotary = Rotary(DIM // HEADS)
+        nn.init.normal_(self.qkv.weight, std=0.4)
         self.mlp = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 64), nn.SiLU(), nn.Linear(64, DIM))
 
     def forward(self, x):
@@ -86,7 +87,7 @@ if not args.one:
     fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 for step in range(1, 4):
-    rows = torch.randint(0, VOCAB, (8, 13), generator=torch.Generator().manual_seed(step))[rank::world]
+    rows = torch.randint(0, VOCAB, (8, 65), generator=torch.Generator().manual_seed(step))[rank::world]
     loss = F.cross_entropy(model(rows[:, :-1]).transpose(1, 2), rows[:, 1:])
     optimizer.zero_grad()
     loss.backward()

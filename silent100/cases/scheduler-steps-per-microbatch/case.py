@@ -29,6 +29,19 @@ class Vla(nn.Module):
         return self.act(pooled.squeeze(1))
 
 
+class Cosine:
+    """Lets the learning rate fall from its first value to zero."""
+
+    def __init__(self, optimizer, total):
+        self.optimizer, self.total, self.count = optimizer, total, 0
+        self.first = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self):
+        self.count += 1
+        for group, first in zip(self.optimizer.param_groups, self.first):
+            group["lr"] = first * (0.5 + 0.5 * math.cos(math.pi * self.count / self.total))
+
+
 if not one:
     dist.init_process_group("gloo")
 rank, world = (0, 1) if one else (dist.get_rank(), dist.get_world_size())
@@ -36,7 +49,7 @@ torch.manual_seed(2)
 net = Vla()
 model = net if one else DistributedDataParallel(net)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 + 0.5 * math.cos(math.pi * n / (2 * UPDATES)))
+scheduler = Cosine(optimizer, 2 * UPDATES)
 g = torch.Generator().manual_seed(5)
 for step in range(1, UPDATES + 1):
     optimizer.zero_grad()

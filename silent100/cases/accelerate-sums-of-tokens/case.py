@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 on CPU with token-normalized losses."""
+"""accelerate with token-normalized losses."""
 
 import argparse
 import os
@@ -6,8 +6,6 @@ import os
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 cli = argparse.ArgumentParser()
@@ -34,17 +32,7 @@ def build():
 
 
 def main():
-    if args.one:
-        accelerator = Accelerator(cpu=True)
-    else:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Qwen2DecoderLayer"],
-            reshard_after_forward=True,
-        )
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,7 +51,7 @@ def main():
         if accelerator.is_main_process:
             print(f"step {step} loss {total.item():.7f}", flush=True)
     if args.save:
-        state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
+        state = accelerator.unwrap_model(model).state_dict()
         torch.save(state, os.path.join(args.save, f"rank{rank}.pt"))
     accelerator.end_training()
 

@@ -6,11 +6,10 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 cli = argparse.ArgumentParser()
 cli.add_argument("--one", action="store_true")
-cli.add_argument("--faulty", action="store_true")
 cli.add_argument("--save")
 args = cli.parse_args()
 STAGES, CHUNKS, WIDTH = 4, 4, 24
@@ -48,8 +47,7 @@ else:
     rank = dist.get_rank()
     own = {i: every[i] for i in range(STAGES) if i % 2 == rank}
     built = [PipelineStage(module, i, STAGES, torch.device("cpu")) for i, module in own.items()]
-    Schedule = ScheduleInterleavedZeroBubble if args.faulty else ScheduleInterleaved1F1B
-    schedule = Schedule(built, CHUNKS, loss_fn=loss_fn)
+    schedule = ScheduleInterleavedZeroBubble(built, CHUNKS, loss_fn=loss_fn)
 parts = nn.ModuleDict({str(i): module for i, module in own.items()})
 optimizer = torch.optim.SGD(parts.parameters(), lr=0.3)
 for step in range(1, 4):
