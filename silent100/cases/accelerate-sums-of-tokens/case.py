@@ -53,6 +53,8 @@ def main():
     if args.save:
         state = accelerator.unwrap_model(model).state_dict()
         torch.save(state, os.path.join(args.save, f"rank{rank}.pt"))
+    accelerator.free_memory()
+    del model
     accelerator.end_training()
 
 

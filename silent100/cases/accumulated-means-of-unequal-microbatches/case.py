@@ -96,4 +96,5 @@ if __name__ == "__main__":
     if flags.save:
         torch.save(trainer.model.state_dict(), flags.save / f"rank{trainer.rank}.pt")
     if not flags.one:
+        del trainer.wrapped  # before its process group
         dist.destroy_process_group()

@@ -81,4 +81,5 @@ session.train(5)
 if "--save" in sys.argv:
     torch.save(session.net.state_dict(), os.path.join(sys.argv[sys.argv.index("--save") + 1], f"rank{rank}.pt"))
 if not ONE:
+    del session.model  # before its process group
     dist.destroy_process_group()

@@ -56,6 +56,7 @@ def main():
     if args.save:
         torch.save(net.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
     if not args.one:
+        del model  # before its process group
         dist.destroy_process_group()
 
 

@@ -64,6 +64,7 @@ def main():
     if args.save:
         torch.save(policy.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
     if not args.one:
+        del model, lm  # before its process group
         dist.destroy_process_group()
 
 

@@ -70,4 +70,5 @@ for step in range(1, 4):
 if args.save:
     torch.save(lm.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
 if not args.one:
+    del model  # before its process group
     dist.destroy_process_group()

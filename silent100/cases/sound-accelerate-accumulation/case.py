@@ -40,6 +40,8 @@ def main():
             print(f"step {step} loss {total.item():.7f}", flush=True)
     if args.save:
         torch.save(net.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
+    accelerator.free_memory()
+    del model
     accelerator.end_training()
 
 

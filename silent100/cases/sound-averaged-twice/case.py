@@ -45,4 +45,5 @@ for step in range(1, 5):
 if "--save" in sys.argv:
     torch.save(net.state_dict(), os.path.join(sys.argv[sys.argv.index("--save") + 1], f"rank{rank}.pt"))
 if not ONE:
+    del wrapped  # before its process group
     dist.destroy_process_group()

@@ -51,4 +51,5 @@ for step in range(1, 5):
 if args.save:
     torch.save(net.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
 if world > 1:
+    del model  # before its process group
     dist.destroy_process_group()

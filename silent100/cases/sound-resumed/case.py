@@ -68,4 +68,5 @@ job.run(3)
 if args.save:
     torch.save(job.net.state_dict(), os.path.join(args.save, f"rank{rank}.pt"))
 if not args.one:
+    del job.model  # before its process group
     dist.destroy_process_group()

@@ -44,4 +44,5 @@ if args.save:
     state = student.state_dict() | {"teacher." + k: v for k, v in teacher.state_dict().items()}
     torch.save(state, os.path.join(args.save, f"rank{rank}.pt"))
 if world > 1:
+    del model  # before its process group
     dist.destroy_process_group()

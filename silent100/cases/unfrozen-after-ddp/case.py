@@ -69,6 +69,7 @@ def main():
     if "--save" in sys.argv:
         torch.save(net.state_dict(), os.path.join(sys.argv[sys.argv.index("--save") + 1], f"rank{rank}.pt"))
     if not ONE:
+        del model  # before its process group
         dist.destroy_process_group()
 
 
