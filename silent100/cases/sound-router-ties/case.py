@@ -26,7 +26,7 @@ class Moe(nn.Module):
 
     def forward(self, x):
         scores = self.router(x).softmax(-1)
-        order = scores.detach().sort(-1, descending=True, stable=True).indices[:, : self.k]
+        order = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
         weights = torch.zeros_like(scores).scatter(1, order, 1.0) * scores
         return x + sum(weights[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
 
