@@ -86,14 +86,14 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "comparison": (4, 790, 0),
     "core": (19, 3150, 5),
     "data": (16, 6560, 40),
-    "distributed": (88, 21130, 107),
+    "distributed": (88, 21160, 108),
     "integrations": (9, 1750, 12),
     "introspection": (37, 10250, 50),
     "models": (4, 720, 5),
     "observation": (6, 1570, 24),
-    "planning": (34, 8620, 42),
-    "simulation": (13, 4360, 25),
-    "training": (41, 10740, 45),
+    "planning": (34, 8750, 44),
+    "simulation": (13, 4380, 25),
+    "training": (41, 10760, 45),
     "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
