@@ -150,7 +150,10 @@ SUMS = "techniques.precision.reduce"
         (
             CONFIG,
             {"checkpoint.memory_every": 2, "checkpoint.memory_folder": "/proc/none"},
-            ["checkpoint.memory_folder = /proc/none: /proc/none cannot be written", "checkpoint.memory_every = 0"],
+            [
+                "checkpoint.memory_folder = /proc/none: /proc/none is no folder that can be written",
+                "checkpoint.memory_every = 0",
+            ],
         ),
         (CONFIG, {"sample.prompt": ""}, ["sample.prompt = ''"]),
         (CONFIG, {"data.tokenizer": "gpt2"}, ["data.tokenizer = 'gpt2'", "Nothing is downloaded"]),

@@ -124,6 +124,7 @@ ELASTIC = [
 def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(
     environment, flags, tmp_path, saves, every
 ):
+    (tmp_path / "ram").mkdir()
     words = flags(ENDLESS | saves | {"out": "runs", "checkpoint.memory_folder": tmp_path / "ram"})
     process = start([sys.executable, *ELASTIC, "-m", "meshwright", "train", *words], environment, tmp_path)
     try:

@@ -58,9 +58,9 @@ def refuse_copies_on_hosts(config: CheckpointConfig) -> None:
             " checkpoint.folder outside this process"
         )
     folder = Path(os.path.expandvars(config.memory_folder)).expanduser()
-    if not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
-            f"checkpoint.memory_folder = {config.memory_folder}: {folder} cannot be written. Give a file system in each"
+            f"checkpoint.memory_folder = {config.memory_folder}: {folder} is no folder that can be written. Give a file system in each"
             f" host's memory, or set checkpoint.memory_every = 0"
         )
 
