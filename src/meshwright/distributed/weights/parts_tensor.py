@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -19,6 +17,10 @@ from meshwright.distributed.weights.shards import whole_everywhere
 
 from .shards import PartsShard, Piece, pieces, with_local
 from .torch_2_11 import PASSES_OVER_SUBCLASSES, PassedOver
+
+if TYPE_CHECKING:  # a twentieth of a second, and most runs never ask torch for a checkpoint
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
 
@@ -91,6 +93,9 @@ class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTenso
         return _Whole.apply(self).redistribute(device_mesh, placements, **options)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 MetadataIndex(fqn, torch.Size(piece.offset)),
@@ -257,4 +262,6 @@ def _share_of(tensor: Tensor, like: DTensor) -> DTensor:
 
 
 def chunk_of(piece: Piece) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape)
