@@ -60,8 +60,8 @@ def refuse_copies_on_hosts(config: CheckpointConfig) -> None:
     folder = Path(os.path.expandvars(config.memory_folder)).expanduser()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
-            f"checkpoint.memory_folder = {config.memory_folder}: {folder} is no folder that can be written. Give a file system in each"
-            f" host's memory, or set checkpoint.memory_every = 0"
+            f"checkpoint.memory_folder = {config.memory_folder}: {folder} is no folder that can be written. Give a file"
+            f" system in each host's memory, or set checkpoint.memory_every = 0"
         )
 
 
