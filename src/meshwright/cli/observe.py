@@ -34,6 +34,8 @@ class ObserveOptions:
     """Optimizer steps that are recorded (default: 3)."""
     noise: bool = False
     """Change outputs of modules by as much as their dtype rounds, to measure how far rounding goes."""
+    parameters_alone: bool = False
+    """Record parameters, gradients and states, but no rows and no outputs of modules: faster, and less is said."""
     stop: bool = False
     """End each process after these steps; without it the command runs to its end."""
 
@@ -66,6 +68,7 @@ def run(argv: list[str]) -> int:
     settings = {
         "folder": str(folder),
         "steps": options.steps,
+        "modules": not options.parameters_alone,
         "noise": 1 if options.noise else None,
         "stop": options.stop,
     }
@@ -80,5 +83,9 @@ def run(argv: list[str]) -> int:
         print(f"no trace: no process of the command stepped an optimizer of torch.optim (exit status {status})")
         return status or 1
     size = sum(file.stat().st_size for file in found) / 1e6
-    print(f"{folder}: {len(found)} process{'es' if len(found) > 1 else ''}, {size:.1f} MB")
+    processes = {file.name.rpartition("-")[0] for file in found}
+    print(f"{folder}: {len(processes)} process{'es' if len(processes) > 1 else ''}, {size:.1f} MB")
+    if cut := sorted(name for name in processes if not (folder / f"{name}-ended").exists()):
+        ranks = ", ".join(str(int(name.split("-")[1])) for name in cut)
+        print(f"rank {ranks} ended by os._exit or a signal: what came after its last optimizer step is unknown")
     return status

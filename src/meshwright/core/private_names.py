@@ -205,6 +205,23 @@ TORCH: tuple[PrivateName, ...] = (
         "traces of other scripts (without it shards are placed by value)",
         "a public query",
     ),
+    *names_in(
+        "torch.distributed.fsdp._flat_param.FlatParameter",
+        ("_fqns", "traces of other scripts with FSDP1", "a public query"),
+        ("_params", "traces of other scripts with FSDP1", "a public query"),
+        ("_shard_param_infos", "traces of other scripts with FSDP1", "a public query"),
+    ),
+    PrivateName(
+        "torch.distributed.fsdp.FullyShardedDataParallel._handle",
+        "traces of other scripts with FSDP1",
+        "a public query",
+    ),
+    PrivateName(
+        "torch.autograd.graph.Node._input_metadata",
+        "traces of other scripts in 16 bits",
+        "a public query",
+        documented=True,
+    ),
     PrivateName(
         "torch.distributed.tensor.placement_types._StridedShard",
         "fully_shard with tensor parallelism",

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .traces import Place, Row, Run, own_part, part, parts_of_rows, relative, rows_of, vector
-
-ROUNDING = {"float64": 1e-9, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
-"""Least relative error by dtype that is no rounding."""
+from .passes import ROUNDING, Pair, Passes, factor
+from .traces import Place, Run, own_part, part, relative, vector
 
 
 @dataclass(frozen=True)
@@ -54,305 +52,299 @@ class Off:
     place: Place | None
 
 
+SCALED = ("missing reduction", "wrong scale", "double reduction")
+
+
 class Diagnosis:
-    """The place and kind of a difference.
+    """The place and kind of a difference in a step.
 
     Args:
         base: the trace of one process.
         places: by rank, the place of each parameter in one process's.
+        step: 0 the first.
     """
 
-    def __init__(self, base: dict[str, Any], many: Run, places: list[dict[str, Place]]):
-        self.base, self.many, self.places = base, many, places
+    def __init__(self, base: dict[str, Any], many: Run, places: list[dict[str, Place]], step: int):
+        self.base, self.many, self.places, self.number = base, many, places, step
+        self.whole = base["steps"][step]
+        self.own = [many.step(rank, step) for rank in range(len(many.ranks))]
+        self.n = len(many.ranks)
+        self.passes = Passes(base, many, places, step)
+        self.bound = 5e-2 if self.whole["short"] else 1e-3
+        """Relative error by which two tensors are the same, up to a factor."""
 
-    def place(self, step: int, gradients: list[Off], after: list[Off]) -> Finding:
-        """Find where in a step the difference of gradients, or of parameters after it, arises."""
-        if (rows := self._rows(step)) is not None:
-            return rows
-        forward = self._forward(step) if gradients else None
-        if forward is not None:
-            return forward
+    def place(self, gradients: list[Off], after: list[Off]) -> Finding:
+        """Find where in the step the difference of gradients, or of parameters after it, arises."""
+        if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
+            return self._finding(".+", rows.ranks, "wrong rows", rows.words)
         if gradients:
-            return self._of_gradients(step, gradients)
-        return self._of_updates(step, after)
+            if (buffer := self._buffer()) is not None:
+                return buffer
+            if (output := self.passes.first_output()) is not None:
+                return self._of_output(*output)
+            return self._of_gradients(gradients)
+        return self._of_updates(after)
 
-    def _rows(self, step: int) -> Finding | None:
-        """Compare the rows, and what they were to predict."""
-        whole, own = self.base["steps"][step], [self.many.step(r, step) for r in range(len(self.many.ranks))]
-        theirs = _row_counts(whole)
-        lengths = [parts_of_rows(whole, one) for one in own]
-        mine = [
-            {lengths[rank].get(key, (key,))[0]: n for key, n in _row_counts(step_).items()}
-            for rank, step_ in enumerate(own)
-        ]
-        with_rows = [counts for counts in mine if counts]
-        if theirs and with_rows:
-            union = set().union(*with_rows)
-            lacking, strange = set(theirs) - union, union - set(theirs)
-            if lacking or strange:
-                ranks = tuple(r for r, counts in enumerate(mine) if set(counts) - set(theirs))
-                if not ranks:  # some rank repeats what another has
-                    seen: set[str] = set()
-                    doubled = []
-                    for r, counts in enumerate(mine):
-                        if set(counts) & seen:
-                            doubled.append(r)
-                        seen |= set(counts)
-                    ranks = tuple(doubled)
-                what = (
-                    f"{len(lacking)} of {len(theirs)} rows are missing"
-                    if lacking
-                    else f"{len(strange)} rows are not one process's"
-                )
-                return Finding(
-                    "fault",
-                    ".+",
-                    step + 1,
-                    ranks or tuple(range(len(mine))),
-                    "wrong rows",
-                    f"{what} in step {step + 1}",
-                )
-            heaviest = max(n for counts in with_rows for n in counts.values())
-            if heaviest > max(theirs.values()):
-                ranks = tuple(r for r, counts in enumerate(mine) if counts and max(counts.values()) == heaviest)
-                return Finding(
-                    "fault", ".+", step + 1, ranks, "wrong rows", f"rows are used {heaviest} times in step {step + 1}"
-                )
-        labels = _labels(whole)
-        if labels:
-            wrong = tuple(
-                rank
-                for rank, one in enumerate(own)
-                if any(
-                    (home := lengths[rank].get(key, (key,))[0]) in labels and labels[home] != found and key == home
-                    for key, found in _labels(one).items()
-                )
-            )
-            if wrong:
-                return Finding(
-                    "fault", ".+", step + 1, wrong, "wrong rows", f"labels are other rows' on {these(wrong)}"
-                )
-        return None
-
-    def _forward(self, step: int) -> Finding | None:
-        """Find the first module whose output differs, in the order in which one process computes them."""
-        whole = self.base["steps"][step]
-        reference = rows_of(whole, 0, {}, {})
-        first: dict[tuple[str, int], dict[str, Row]] = {
-            key: {row.key: row for row in rows} for key, rows in reference.items()
-        }
-        ranks = len(self.many.ranks)
-        own = []
-        for rank in range(ranks):
-            names = _module_names(self.places[rank])
-            step_ = self.many.step(rank, step)
-            own.append(rows_of(step_, rank, names, parts_of_rows(whole, step_)))
-        partial_inputs, cut_outputs = self._cut_modules()
-        for key, rows in sorted(first.items(), key=lambda item: next(iter(item[1].values())).order):
-            found: list[tuple[int, Tensor, Tensor, Row, Row]] = []
-            values: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-            for rank in range(ranks):
-                for row in own[rank].get(key, ()):
-                    there = rows.get(row.key)
-                    if there is None:
-                        continue
-                    mine, theirs = row.tokens, there.tokens
-                    if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
-                        theirs = theirs[row.at]
-                    if key[0] in cut_outputs[rank] and row.features.shape != there.features.shape:
-                        index = cut_outputs[rank][key[0]]
-                        if (
-                            row.at is not None
-                            or len(index) != len(row.features)
-                            or int(index.max()) >= len(there.features)
-                        ):
-                            continue
-                        mine, theirs = row.features, there.features[index]
-                    elif row.features.shape != there.features.shape or mine.shape != theirs.shape:
-                        continue
-                    values[row.key].append((rank, mine))
-                    error = relative(mine, theirs, 1e-6)
-                    if error > max(10 * ROUNDING.get(there.dtype, 5e-5), 1e-4):
-                        found.append((rank, mine, theirs, row, there))
-            if not found:
-                continue
-            if any(key[0] in names for names in partial_inputs):  # each rank's sum over its own features
-                sums = all(
-                    relative(torch.stack([m for _, m in parts]).sum(0), rows[row_key].tokens) < 1e-3
-                    for row_key, parts in values.items()
-                )
-                if sums:
-                    continue
-                # a bias that every rank adds is seen in the module around it
-                if all(len(parts) == ranks for parts in values.values()):
-                    outer = any(other != key and other[0] and key[0].startswith(other[0] + ".") for other in first)
-                    if outer:
-                        continue
-            return self._of_output(step, key[0], found, values)
-        return None
-
-    def _cut_modules(self) -> tuple[list[set[str]], list[dict[str, Tensor]]]:
-        """List each rank's modules whose weight is cut along its inputs, and those cut along their outputs."""
-        inputs: list[set[str]] = []
-        outputs: list[dict[str, Tensor]] = []
-        for places in self.places:
-            cut_inputs, cut_outputs = set(), {}
-            for place in places.values():
-                module, _, leaf = place.name.rpartition(".")
-                if place.index is not None and leaf == "weight":
-                    if place.dim == 1:
-                        cut_inputs.add(module)
-                    elif place.dim == 0:
-                        cut_outputs[module] = place.index
-            inputs.append(cut_inputs)
-            outputs.append(cut_outputs)
-        return inputs, outputs
-
-    def _of_output(
-        self,
-        step: int,
-        name: str,
-        found: list[tuple[int, Tensor, Tensor, Row, Row]],
-        values: dict[str, list[tuple[int, Tensor]]],
-    ) -> Finding:
-        ranks = tuple(sorted({rank for rank, *_ in found}))
-        n = len(self.many.ranks)
-        errors = [relative(mine, theirs, 1e-6) for _, mine, theirs, _, _ in found]
-        factors = [_factor(mine, theirs) for _, mine, theirs, _, _ in found]
-        kind, why = "", ""
-        dtypes = {(row.dtype, there.dtype) for _, _, _, row, there in found}
-        if any(a != b for a, b in dtypes):
-            kind, why = "rounding/dtype", f"{next(iter(dtypes))[0]} for {next(iter(dtypes))[1]}"
-        elif all(f is not None for f in factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0]):  # type: ignore[type-var, operator, arg-type]
-            kind, why = ("double reduction" if _near(factors[0], n) else "wrong scale"), f"{factors[0]:.6g} times"
-        elif n > 1 and all(
-            len(parts) > 1 and relative(torch.stack([m for _, m in parts]).sum(0), self._row_of(found, key)) < 1e-3
-            for key, parts in values.items()
-            if self._row_of(found, key) is not None
-        ):
-            kind, why = "missing reduction", "each rank has its own part of the sum"
-        elif max(errors) < 0.02:
-            kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
-        elif _is_position(name):
-            kind, why = "position", ""
-        elif _is_attention(name):
-            profile = torch.stack(
-                [(mine - theirs).abs() for _, mine, theirs, _, _ in found if mine.shape == theirs.shape]
-            ).mean(0)
-            sound = profile < 1e-4 * profile.max()
-            kind = "mask" if bool(sound.any()) or profile[0] > 0 else "position"
-            why = "early tokens differ" if profile[0] > 1e-4 * profile.max() else "later tokens differ"
-        else:
-            profile = torch.stack([(mine - theirs).abs() for _, mine, theirs, _, _ in found]).mean(0)
-            blocks = [p for p in name.split(".") if p.isdigit()]
-            kind = "position" if not blocks or blocks[0] == "0" else "wrong scale"
-        sentence = f"step {step + 1} · {name}: outputs differ ({max(errors):.1e}) on {these(ranks)}" + (
+    def _finding(self, place: str, ranks: Iterable[int], kind: str, why: str, what: str = "") -> Finding:
+        ranks = tuple(sorted(set(ranks)))
+        where = "everything" if place == ".+" else place
+        words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {these(ranks)}" + (
             f": {why}" if why else ""
         )
-        return Finding("fault", name or ".+", step + 1, ranks, kind, sentence)
+        return Finding("fault", place, self.number + 1, ranks, kind, words)
 
-    @staticmethod
-    def _row_of(found: Iterable[tuple[int, Tensor, Tensor, Row, Row]], key: str) -> Any:
-        return next((theirs for _, _, theirs, row, _ in found if row.key == key), None)
+    # --- before the step
 
-    def _of_gradients(self, step: int, off: list[Off]) -> Finding:
-        names = list(dict.fromkeys(o.name for o in off))
-        whole = self.base["steps"][step]["gradients"]
-        alive = [name for name, entry in whole.items() if entry is not None and entry["norm"] > 0]
-        everywhere = len(names) >= 0.9 * len(alive)
+    def resumed(self, rank: int) -> bool:
+        """Return whether a rank read a file, or joined, just before the step."""
+        last = self.many.step(rank, self.number - 1)["loaded"] if self.number else []
+        joined = (
+            self.number > 0 and not self.many.step(rank, self.number - 1)["after"] and bool(self.own[rank]["after"])
+        )
+        return "after" in last or "before" in self.own[rank]["loaded"] or joined
+
+    def kind_of_resume(self, norms: Iterable[float], keys: Sequence[str] = ()) -> str:
+        """Say whether what was lost at a resume had been saved: tensors by their norms, numbers by their names."""
+        saved, names = self._saved()
+        if not saved and not names:
+            return "not restored"
+        there = all(any(abs(norm - other) <= 1e-6 * norm for other in saved) for norm in norms)
+        return "not restored" if there and all(any(n.endswith(key) for n in names) for key in keys) else "not saved"
+
+    def _saved(self) -> tuple[list[float], set[str]]:
+        """Return the norms and names that were written to files before the step; without files, that were taken."""
+        steps = [self.many.step(rank, step) for rank in range(self.n) for step in range(self.number)]
+        for norms, keys in (("saved", "keys"), ("taken", "names")):
+            found = [norm for step in steps for norm in step.get(norms, ())]
+            names = {key for step in steps for key in step.get(keys, ())}
+            if found or names:
+                return found, names
+        return [], set()
+
+    def of_beginning(self, off: list[Off]) -> Finding:
+        """Describe parameters that differ before the step."""
+        place = ".+" if len({o.name for o in off}) >= 0.9 * len(self.whole["before"]) else off[0].name
         ranks = ranks_of(off)
-        n = len(self.many.ranks)
-        last = self.base["steps"][step - 1]["gradients"] if step else {}
-        finite = [o for o in off if o.found is not None and o.whole is not None and o.found.shape == o.whole.shape]
-        factors = [_factor(o.found, o.whole) for o in finite]  # type: ignore[arg-type]
-        kind, why = "", ""
-        known = [f for f in factors if f is not None]
-        if not finite:
-            unchanged = all(self._unchanged(step, o) for o in off)
-            kind, why = (
-                ("not updated", "no optimizer steps it")
-                if unchanged and all(o.found is None for o in off)
-                else ("dead path", "no gradient")
-            )
-        elif all(float(o.found.norm()) < 1e-6 * float(o.whole.norm()) for o in finite):  # type: ignore[union-attr]
-            kind, why = "dead path", "the gradient is zero"
-        elif len(known) == len(finite) and max(known) - min(known) < 1e-3 * abs(known[0]):
-            double = _near(known[0], n) and not everywhere
-            kind, why = ("double reduction" if double else "wrong scale"), f"{known[0]:.6g} times"
-        elif step and any(self._stale(o, last) for o in finite):
-            kind, why = "stale value", "the last step's is in it"
-        elif n > 1 and (word := self._unreduced(step, finite)) is not None:
-            kind, why = word
-        elif (other := self._of_another(step, finite)) is not None:
-            kind, why = "wrong order", f"{finite[0].name} has that of {other}"
-        elif max(o.error for o in finite) < 0.02:
-            kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
-        elif len(known) == len(finite):
-            kind, why = "wrong scale", f"{min(known):.4g} to {max(known):.4g} times"
-        else:
-            kind = "missing reduction" if len(ranks) < n or self._replicas_differ(step, finite) else "wrong scale"
-        place = common_name(off) if not everywhere else ".+"
-        if len(names) > 2 and not (len(known) == len(finite) and max(known) - min(known) < 1e-3 * abs(known[0])):
-            latest = max(names, key=list(whole).index)  # what a forward computes last, a backward reaches first
-            of_latest = [_factor(o.found, o.whole) for o in finite if o.name == latest]  # type: ignore[arg-type]
-            if kind == "wrong scale" and all(_near(factor, n) for factor in of_latest) and of_latest and n > 1:
-                place, kind, why = latest, "double reduction", f"{n} times, and what lies before it too"
-            elif kind in ("missing reduction", "wrong scale") and (backward := self._backward(step)) is not None:
-                place, ranks = backward
-        sentence = (
-            f"step {step + 1} · {place}: gradients differ ({max(o.error for o in off):.1e}) on {these(ranks)}"
-            + (f": {why}" if why else "")
-        )
-        return Finding("fault", place, step + 1, ranks, kind, sentence)
+        if not self.number:
+            loaded = any("before" in self.own[rank]["loaded"] for rank in ranks)
+            return self._finding(place, ranks, "not restored" if loaded else "seed", "before the first step")
+        if any(self.resumed(rank) for rank in ranks):
+            norms = [
+                entry["norm"]
+                for rank in ranks
+                for name, entry in self.many.step(rank, self.number - 1)["after"].items()
+                if (spot := self.places[rank].get(name)) is not None and spot.name in {o.name for o in off}
+            ]
+            return self._finding(place, ranks, self.kind_of_resume(norms), "it is not what the last step left")
+        found = self._finding(place, ranks, "stale value", "it changed after the optimizer's step")
+        return replace(found, step=self.number)
 
-    def _backward(self, step: int) -> tuple[str, tuple[int, ...]] | None:
-        """Find the module that a backward reaches first whose output's gradient is off by more than a factor."""
-        whole = self.base["steps"][step]
-        reference = {key: {row.key: row for row in rows} for key, rows in rows_of(whole, 0, {}, {}).items()}
-        own = []
-        for rank in range(len(self.many.ranks)):
-            step_ = self.many.step(rank, step)
-            own.append(rows_of(step_, rank, _module_names(self.places[rank]), parts_of_rows(whole, step_)))
-        order = sorted(
-            reference,
-            key=lambda key: min(r.back_order if r.back_order >= 0 else 1 << 30 for r in reference[key].values()),
+    def of_replicas(self, off: list[Off]) -> Finding:
+        """Describe parameters of which ranks have different copies."""
+        names = {o.name for o in off}
+        place = (
+            ".+" if len(names) >= 0.9 * len(self.whole["before"]) else max(names, key=list(self.whole["before"]).index)
         )
-        scale: dict[tuple[int, str], float] = {}
-        for key in order:
-            wrong = []
-            sums: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-            for rank, rows in enumerate(own):
-                for row in rows.get(key, ()):
-                    there = reference[key].get(row.key)
-                    if there is None or row.back_tokens is None or there.back_tokens is None:
+        return self._finding(place, ranks_of(off), "missing reduction", "ranks have different copies")
+
+    def of_rows(self, ranks: Iterable[int]) -> Finding:
+        return self._finding(".+", ranks, "wrong rows", "rows are read again", "the data differs")
+
+    def of_draws(self, place: str, ranks: tuple[int, ...], why: str) -> Finding:
+        return self._finding(place or ".+", ranks, "seed", why, "random numbers differ")
+
+    def _buffer(self) -> Finding | None:
+        """Find a buffer that differed before anything else did."""
+        for step in range(self.number):
+            for rank in range(self.n):
+                own, whole = self.many.step(rank, step).get("buffers", {}), self.base["steps"][step].get("buffers", {})
+                for name, entry in own.items():
+                    there = whole.get(self.passes.names[rank].get(name, name))
+                    if there is None or there["shape"] != entry["shape"] or "running_" in name:
                         continue
-                    theirs, mine = there.back_tokens, row.back_tokens
-                    if row.features.shape != there.features.shape:
-                        continue
-                    if row.at is not None and len(mine) == len(row.at):
-                        theirs = theirs[row.at]
-                    if mine.shape != theirs.shape or float(theirs.norm()) == 0:
-                        continue
-                    sums[row.key].append((rank, mine))
-                    factor = scale.get((rank, row.key))
-                    if factor is None:
-                        found = _factor(mine, theirs)
-                        if found is not None:
-                            scale[rank, row.key] = found
-                        continue
-                    if relative(mine, theirs * factor) > 1e-3:
-                        wrong.append((rank, row.key, theirs))
-            if wrong:
-                added = all(
-                    len(sums[key_]) > 1 and _factor(torch.stack([m for _, m in sums[key_]]).sum(0), theirs) is not None
-                    for _, key_, theirs in wrong
-                )
-                if not added:
-                    return key[0] or ".+", tuple(sorted({rank for rank, *_ in wrong}))
+                    if relative(vector(entry), vector(there), 1e-6) > 1e-3:
+                        every = [self.many.step(r, step).get("buffers", {}).get(name) for r in range(self.n)]
+                        off = [r for r, e in enumerate(every) if e and relative(vector(e), vector(there), 1e-6) > 1e-3]
+                        after = Diagnosis(self.base, self.many, self.places, step + 1)
+                        if any(map(after.resumed, off)):  # what is left behind was read from a file
+                            kind = after.kind_of_resume([], [name.rpartition(".")[2]])
+                            return after._finding(name, off, kind, "", "the buffer differs")
+                        found = self._finding(name, range(self.n), "missing reduction", "", "the buffer differs")
+                        return replace(found, step=step + 1)
         return None
 
-    def _unchanged(self, step: int, off: Off) -> bool:
-        own = self.many.step(off.rank, step)
+    # --- outputs
+
+    def _of_output(self, name: str, off: list[Pair], every: list[Pair]) -> Finding:
+        ranks = {pair.rank for pair in off}
+        errors = [pair.error for pair in off]
+        factors = [factor(pair.found, pair.whole) for pair in off]
+        differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
+        rights = [d < 1e-4 * d.max() for d in differences if len(d) > 1]
+        right = max((int(r.sum()) for r in rights), default=0)
+        kind, why = "wrong scale", ""
+        dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
+        beside = self.passes.other_inputs()
+        if dtypes is not None:
+            kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
+        elif beside is not None:
+            kind, why = beside[2], f"input {beside[0]} is another"
+        elif all(f is not None for f in factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0]):  # type: ignore[type-var, operator, arg-type]
+            kind, why = ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
+        elif self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
+            kind, why = "missing reduction", "each rank has its own part of the sum"
+        elif self._rounds_a_buffer(name):
+            kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
+        elif is_position(name):
+            kind = "position"
+        elif all(is_permuted(pair.found, pair.whole) for pair in off):
+            kind, why = "wrong order", "the same numbers in another order"
+        elif max(errors) < 0.02:
+            kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
+        elif self.number and self._was_right(name):
+            kind, why = "stale value", "the first step was right"
+        elif right:
+            is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
+            kind, why = ("position" if is_first else "mask"), f"{right} tokens of a row are right"
+        elif is_attention(name):
+            kind, why = ("wrong order" if len(ranks) == self.n > 1 else "mask"), "all tokens differ"
+        elif name in self.passes.cut_inputs:
+            kind, why = "double reduction", "more than the sum"
+        elif any(p.index is not None and p.name.startswith(name + ".") for cut in self.places for p in cut.values()):
+            kind = "wrong order"
+        elif not any(p.isdigit() and p != "0" for p in name.split(".")):
+            kind = "position"
+        return self._finding(name or ".+", ranks, kind, why, f"outputs differ ({max(errors):.1e})")
+
+    def _rounds_a_buffer(self, name: str) -> bool:
+        whole = self.whole.get("buffers", {})
+        return any(
+            entry["fits"] and key in whole and not whole[key]["fits"]
+            for one in self.own
+            for key, entry in one.get("buffers", {}).items()
+            if key.rpartition(".")[0] == name or key.startswith(name + ".")
+        )
+
+    def _was_right(self, name: str) -> bool:
+        first = Passes(self.base, self.many, self.places, 0)
+        pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
+        return bool(pairs) and not any(pair.differs for pair in pairs)
+
+    # --- gradients
+
+    def _of_gradients(self, off: list[Off]) -> Finding:
+        order = list(self.whole["gradients"])
+        alive = [name for name, entry in self.whole["gradients"].items() if entry is not None and entry["norm"] > 0]
+        names = sorted({o.name for o in off}, key=order.index)
+        everywhere = len(names) >= 0.9 * len(alive)
+        latest = names[-1]  # what a forward computes last, a backward reaches first
+        finite = [o for o in off if o.found is not None and o.whole is not None and o.found.shape == o.whole.shape]
+        factors = {(o.rank, o.name): factor(o.found, o.whole, self.bound) for o in finite}  # type: ignore[arg-type]
+        kind, why, ranks = self._kind_of_gradients(off, finite, factors, everywhere)
+        known = [f for f in factors.values() if f is not None]
+        uniform = len(known) == len(finite) and known and max(known) - min(known) < self.bound * abs(known[0])
+        place = ".+" if everywhere else latest
+        scales = [f for (_, name), f in factors.items() if name == latest]
+        of_latest = [o for o in finite if o.name == latest]
+        if self.n > 1 and scales and not uniform and kind in SCALED and all(near(f, self.n) for f in scales):
+            place, kind, why = latest, "double reduction", f"{self.n} times, and what lies before it too"
+        elif of_latest and not everywhere and kind != "stale value" and all(map(is_zero, of_latest)):
+            kind, why = "dead path", "its gradient is zero"
+        elif of_latest and not uniform and is_router(place) and all(map(is_small, of_latest)) and len(ranks) == self.n:
+            kind, why = "dead path", "most of its gradient lacks"
+        error = max(o.error for o in off)
+        return self._finding(place, ranks, kind, why, f"gradients differ ({error:.1e})")
+
+    def _kind_of_gradients(
+        self, off: list[Off], finite: list[Off], factors: dict[tuple[int, str], float | None], everywhere: bool
+    ) -> tuple[str, str, tuple[int, ...]]:
+        """Return the kind, why, and the ranks."""
+        ranks = ranks_of(off)
+        last = self.base["steps"][self.number - 1]["gradients"] if self.number else {}
+        if not finite:
+            unchanged = all(self._unchanged(o) for o in off)
+            if unchanged and all(o.found is None for o in off):
+                return "not updated", "no optimizer steps it", ranks
+            return "dead path", "no gradient", ranks
+        if all(map(is_zero, finite)):
+            if self._comes_later(finite):
+                return "stale value", "the gradient comes a step later", ranks
+            return "dead path", "the gradient is zero", ranks
+        known = [f for f in factors.values() if f is not None]
+        if len(known) == len(finite) and max(abs(f - 1) for f in known) > self.bound:
+            if max(known) - min(known) < self.bound * abs(known[0]):
+                double = near(known[0], self.n) and not everywhere and self._is_doubled({o.name for o in finite})
+                if everywhere and self._is_clipped():
+                    return (
+                        ("missing reduction" if known[0] > 1 else "double reduction"),
+                        "the norm that clips is another",
+                        ranks,
+                    )
+                return ("double reduction" if double else "wrong scale"), f"{known[0]:.6g} times", ranks
+            by_rank: dict[int, list[float]] = defaultdict(list)
+            for (rank, _), f in factors.items():
+                by_rank[rank].append(f)  # type: ignore[arg-type]
+            if (everywhere or self._is_clipped()) and all(
+                max(fs) - min(fs) < 2 * self.bound * abs(fs[0]) for fs in by_rank.values()
+            ):
+                return "missing reduction", "each rank scales by a number of its own", ranks
+        if self.number and any(self._stale(o, last) for o in finite):
+            return "stale value", "the last step's is in it", ranks
+        if (word := self._unreduced(finite)) is not None:
+            return *word, ranks
+        if (other := self._of_another(finite)) is not None:
+            return "wrong order", f"{finite[0].name} has that of {other}", ranks
+        if max(o.error for o in finite) < 0.02:
+            return "rounding/dtype", "by as much as a shorter dtype rounds", ranks
+        if len(known) == len(finite):
+            return "wrong scale", f"{min(known):.4g} to {max(known):.4g} times", ranks
+        holders = [sum(o.name in {p.name for p in placed.values()} for placed in self.places) for o in finite]
+        if max(holders) == 1 < self.n:  # stages of a pipeline: there is nothing to reduce
+            if everywhere:
+                return "wrong scale", "not by one factor", ranks
+            return "stale value", "what came back to its output is right", ranks
+        if len(ranks) < self.n or self._replicas_differ(finite):
+            return "missing reduction", "replicas differ", ranks
+        scales = self.passes.loss_scales()
+        if not everywhere:
+            return "missing reduction", "", ranks
+        if not scales or any(s is None for s in scales) or max(scales) - min(scales) > 1e-3 * abs(scales[0]):  # type: ignore[type-var, operator, arg-type]
+            return "wrong scale", "rows count by other shares of the loss", ranks
+        bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
+        return (
+            ("double reduction", "some of it counts again", ranks)
+            if bigger
+            else ("missing reduction", "some of it lacks", ranks)
+        )
+
+    def _is_clipped(self) -> bool:
+        """Return whether one process's gradients have the same norm at every step."""
+        every = [step["gradients"].values() for step in self.base["steps"]]
+        norms = [sum(entry["norm"] ** 2 for entry in entries if entry) ** 0.5 for entries in every]
+        return len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms)
+
+    def _comes_later(self, off: list[Off]) -> bool:
+        """Return whether the next step has the gradients that this one lacks."""
+        if self.number + 1 >= len(self.base["steps"]):
+            return False
+        for o in off:
+            own = self.many.step(o.rank, self.number + 1)["gradients"]
+            name = next((n for n, p in self.places[o.rank].items() if p.name == o.name), o.name)
+            entry = own.get(name)
+            if entry is None or o.place is None or factor(own_part(entry, o.place), o.whole, 0.1) is None:  # type: ignore[arg-type]
+                return False
+        return True
+
+    def _is_doubled(self, names: set[str]) -> bool:
+        """Return whether n times a gradient is a second reduction: ranks have the same rows, or it is one parameter."""
+        rows = [
+            {row for call in one["calls"] for given in call["inputs"].values() for row in given["rows"]}
+            for one in self.own
+        ]
+        return len(names) == 1 or all(other == rows[0] for other in rows)
+
+    def _unchanged(self, off: Off) -> bool:
+        own = self.own[off.rank]
         name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), off.name)
         return name in own["after"] and relative(vector(own["after"][name]), vector(own["before"][name])) < 1e-9
 
@@ -361,158 +353,189 @@ class Diagnosis:
         if entry is None or off.place is None or off.found is None or off.whole is None:
             return False
         before = part(entry, off.place)
-        return relative(off.found, before) < 1e-2 or _factor(off.found - off.whole, before, 5e-2) is not None
+        return relative(off.found, before) < 1e-2 or factor(off.found - off.whole, before, 5e-2) is not None
 
-    def _replicas_differ(self, step: int, off: Sequence[Off]) -> bool:
+    def _replicas_differ(self, off: Sequence[Off]) -> bool:
         by_name: dict[Any, list[Tensor]] = defaultdict(list)
         for o in off:
             if o.found is not None and o.place is not None:
                 by_name[o.name, o.place.key].append(o.found)
         return any(relative(t, parts[0]) > 1e-4 for parts in by_name.values() for t in parts[1:])
 
-    def _unreduced(self, step: int, off: Sequence[Off]) -> tuple[str, str] | None:
-        """Recognise gradients that are some ranks' parts of a sum."""
-        own: dict[Any, dict[int, Tensor]] = defaultdict(dict)
-        wholes: dict[Any, Tensor] = {}
-        for rank in range(len(self.many.ranks)):
-            for name, entry in self.many.step(rank, step)["gradients"].items():
+    def _unreduced(self, off: Sequence[Off]) -> tuple[str, str] | None:
+        """Recognise gradients that are some ranks' parts of a sum, or mixtures of what belongs to several places."""
+        own: dict[Any, dict[tuple[int, str], Tensor]] = defaultdict(dict)
+        spots: dict[str, set[Any]] = defaultdict(set)
+        for rank in range(self.n):
+            for name, entry in self.own[rank]["gradients"].items():
                 place = self.places[rank].get(name)
                 if place is not None and entry is not None and place.offset is None:
-                    own[place.name, place.key][rank] = own_part(entry, place)
-        for o in off:
-            if o.place is not None and o.whole is not None:
-                wholes[o.name, o.place.key] = o.whole
+                    own[place.name, place.key][rank, name] = own_part(entry, place)
+                    spots[place.name].add(place.key)
+        wholes = {(o.name, o.place.key): o.whole for o in off if o.place is not None and o.whole is not None}
         words = set()
         for key, whole in wholes.items():
             parts = own[key]
-            if len(parts) < 2:
-                words.add("")
-                continue
             distinct: list[Tensor] = []
             for t in parts.values():
-                if all(relative(t, other) > 1e-4 for other in distinct):
+                if all(relative(t, other) > max(1e-4, self.bound / 10) for other in distinct):
                     distinct.append(t)
             if len(distinct) < 2:
-                words.add("")
+                mixed = (
+                    len(spots[key[0]]) > 1
+                    and distinct
+                    and any(
+                        relative(distinct[0], t) < self.bound
+                        for other, ts in own.items()
+                        if other[0] == key[0] and other != key
+                        for t in ts.values()
+                    )
+                )
+                words.add("mixed" if mixed else "")
                 continue
-            total = torch.stack(distinct).sum(0)
-            factor = _factor(total, whole)
-            words.add("" if factor is None else "group" if 1 < len(distinct) < len(parts) else "sum")
+            total = factor(torch.stack(distinct).sum(0), whole, self.bound)
+            holders = {rank for rank, _ in parts}
+            alone = [self.passes.held[a] & self.passes.held[b] for a in holders for b in holders if a < b]
+            tied = len({name for _, name in parts}) > 1 or any(len(shared) == 1 for shared in alone)
+            words.add("" if total is None else "tie" if tied else "group" if 1 < len(distinct) < len(parts) else "sum")
+        if words == {"tie"}:
+            return "tie broken", "two parameters are one in one process, and each has its own part of the gradient"
         if words == {"sum"}:
             return "missing reduction", "each rank has its own part of the sum"
+        if words == {"mixed"}:
+            return "wrong group", "ranks with different shards have the same gradient"
         if words and words <= {"sum", "group"}:
             return "wrong group", "groups of ranks have their own parts of the sum"
         return None
 
-    def _of_another(self, step: int, off: Sequence[Off]) -> str | None:
-        whole = self.base["steps"][step]["gradients"]
+    def _of_another(self, off: Sequence[Off]) -> str | None:
         for o in off[:4]:
-            for name, entry in whole.items():
+            for name, entry in self.whole["gradients"].items():
                 if name == o.name or entry is None or o.found is None or not entry["norm"]:
                     continue
                 if relative(o.found, vector(entry)) < 1e-3:
                     return name
         return None
 
-    def _of_updates(self, step: int, off: list[Off]) -> Finding:
-        ranks, place = ranks_of(off), common_name(off)
-        alive = self.base["steps"][step]["after"]
-        everywhere = len({o.name for o in off}) >= 0.9 * len(alive)
-        if all(self._unchanged(step, o) for o in off):
-            kind, why = "not updated", "the step leaves it as it was"
-        else:
-            states = [s for o in off for s in self._states(step, o)]
-            if states:
-                kind, why = "not restored", f"its {states[0]} differs"
-            elif len(ranks) < len(self.many.ranks):
-                kind, why = "stale value", "replicas differ"
-            else:
-                kind, why = "wrong scale", "the gradient is right and the step is not"
-        if everywhere and kind in ("wrong scale", "not restored"):
-            place = ".+"
-        return Finding(
-            "fault",
-            place,
-            step + 1,
-            ranks,
-            kind,
-            f"step {step + 1} · {place}: the update differs on {these(ranks)}: {why}",
+    # --- updates
+
+    def _of_updates(self, off: list[Off]) -> Finding:
+        ranks = ranks_of(off)
+        order = list(self.whole["after"])
+        names = sorted({o.name for o in off}, key=order.index)
+        everywhere = len(names) >= 0.8 * len([n for n in order if self._moves(n)])
+        place = ".+" if everywhere else names[-1]
+        if all(self._unchanged(o) for o in off):
+            return self._finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
+        resumed = any(self.resumed(rank) for rank in ranks)
+        rates = self._rates(ranks)
+        kind, why = "wrong scale", "the gradient is right and the step is not"
+        states = [found for o in off for found in self._states(o)]
+        if rates:
+            kind, why = ("dead path" if self._has_no_decay(ranks) else "wrong scale"), f"{', '.join(rates)} differs"
+            if resumed:
+                kind = self.kind_of_resume([], ["last_epoch"] if "lr" in rates else [])
+        elif states:
+            lost = [norm for o in off for norm in self._norms_before(o)]
+            kind = self.kind_of_resume(lost) if resumed else "not restored"
+            if any(s[1] for s in states):
+                kind = "rounding/dtype"
+            why = f"its {states[0][0]} differs"
+        elif self._along_decay(off):
+            kind, why = "dead path", "decay differs"
+        elif len(ranks) < self.n:
+            kind, why = "stale value", "replicas differ"
+        elif self._replicas_differ(off):
+            kind, why = "missing reduction", "replicas differ"
+        elif not all(
+            factor(o.found - self._before(o), o.whole - self._before(o), 5e-2)
+            for o in off
+            if o.found is not None and o.whole is not None
+        ):  # type: ignore[operator]
+            kind, why = "missing reduction", "each rank computes an update of its own"
+        return self._finding(place, ranks, kind, why, "the update differs")
+
+    def _moves(self, name: str) -> bool:
+        return relative(vector(self.whole["after"][name]), vector(self.whole["before"][name])) > 1e-9
+
+    def _before(self, off: Off) -> Tensor:
+        assert off.place is not None
+        return part(self.whole["before"][off.name], off.place)
+
+    def _along_decay(self, off: list[Off]) -> bool:
+        """Return whether updates differ by a share of the weights."""
+        return all(
+            o.found is not None and o.whole is not None and abs(_cosine(o.found - o.whole, self._before(o))) > 0.9
+            for o in off
         )
 
-    def _states(self, step: int, off: Off) -> list[str]:
+    def _rates(self, ranks: Sequence[int]) -> list[str]:
+        found: set[str] = set()
+        for rank in ranks:
+            for name, rates in self.own[rank]["rates"].items():
+                place = self.places[rank].get(name)
+                whole = self.whole["rates"].get(place.name) if place else None
+                if whole is not None:
+                    found |= {
+                        key
+                        for key in ("lr", "weight_decay", "betas", "momentum", "eps")
+                        if rates.get(key) != whole.get(key)
+                    }
+        return sorted(found)
+
+    def _has_no_decay(self, ranks: Sequence[int]) -> bool:
+        whole = max((rates.get("weight_decay", 0.0) for rates in self.whole["rates"].values()), default=0.0)
+        own = [rates.get("weight_decay", 0.0) for rank in ranks for rates in self.own[rank]["rates"].values()]
+        return whole > 0 and not any(own)
+
+    def _norms_before(self, off: Off) -> list[float]:
+        """Return the norms of a parameter's optimizer state after the last step: what a resume needs."""
+        if not self.number:
+            return []
         name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), None)
-        own = self.many.step(off.rank, step)["state"].get(name, {})
-        whole = self.base["steps"][step]["state"].get(off.name, {})
+        state = self.many.step(off.rank, self.number - 1)["state"].get(name, {})
+        return [entry["norm"] for entry in state.values() if entry["shape"]]
+
+    def _states(self, off: Off) -> list[tuple[str, bool]]:
+        """List the entries of a parameter's optimizer state that differ, and whether in dtype."""
+        name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), None)
+        own, whole = self.own[off.rank]["state"].get(name, {}), self.whole["state"].get(off.name, {})
         found = []
         for key, entry in whole.items():
             if key not in own or off.place is None:
                 continue
-            same = len(entry["shape"]) == len(self.base["steps"][step]["before"][off.name]["shape"]) and entry["shape"]
+            same = len(entry["shape"]) == len(self.whole["before"][off.name]["shape"]) and entry["shape"]
             mine = own_part(own[key], off.place) if same else vector(own[key])
             theirs = part(entry, off.place) if same else vector(entry)
-            if relative(mine, theirs) > 1e-3:
-                found.append(key)
+            shorter = own[key]["dtype"] != entry["dtype"] or (own[key]["fits"] and not entry["fits"])
+            if relative(mine, theirs) > 1e-3 or shorter:
+                found.append((key, shorter))
         return found
 
 
 # --- helpers
 
 
-def _row_counts(step: dict[str, Any]) -> dict[str, int]:
-    counted: dict[str, int] = defaultdict(int)
-    seen = set()
-    for call in step["calls"]:
-        for given in call["inputs"].values():
-            if given["ids"] is not None:
-                if call["module"] in seen and not call["known"]:
-                    continue
-                for row in given["rows"]:
-                    counted[row] += 1
-                break
-    return dict(counted)
+def is_zero(off: Off) -> bool:
+    return off.found is not None and off.whole is not None and float(off.found.norm()) < 1e-6 * float(off.whole.norm())
 
 
-def _labels(step: dict[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Map the hash of a row to the numbers that it is to predict, where rows and targets are as many."""
-    calls = [
-        next((given for given in call["inputs"].values() if given["ids"] is not None), None) for call in step["calls"]
-    ]
-    calls = [given for given in calls if given is not None]
-    if not calls or len(calls) != len(step["targets"]):
-        return {}
-    found = {}
-    for given, target in zip(calls, step["targets"], strict=True):
-        rows, n = len(given["rows"]), len(target["flat"])
-        if n % rows or n != torch.Size(target["shape"]).numel():
-            return {}
-        for number, key in enumerate(given["rows"]):
-            found[key] = tuple(target["flat"][number * n // rows : (number + 1) * n // rows])
-    return found
+def is_small(off: Off) -> bool:
+    return off.found is not None and off.whole is not None and float(off.found.norm()) < 0.5 * float(off.whole.norm())
 
 
-def _module_names(places: dict[str, Place]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, place in places.items():
-        a, b = name.split(".")[:-1], place.name.split(".")[:-1]
-        while a and b:
-            found.setdefault(".".join(a), ".".join(b))
-            if a[-1] != b[-1]:
-                break
-            a, b = a[:-1], b[:-1]
-    return found
-
-
-def _factor(found: Tensor, whole: Tensor, bound: float = 1e-3) -> float | None:
-    """Return the factor between two tensors, if there is one for all elements."""
-    size = float((whole.double() ** 2).sum())
-    if found.shape != whole.shape or size == 0:
-        return None
-    factor = float((found.double() * whole.double()).sum()) / size
-    return factor if factor and relative(found, whole * factor) < bound else None
-
-
-def _near(value: float | None, n: int) -> bool:
+def near(value: float | None, n: int) -> bool:
     return value is not None and abs(value - n) < 1e-2 * n
+
+
+def is_permuted(found: Tensor, whole: Tensor) -> bool:
+    """Return whether a tensor has another's numbers in another order."""
+    return found.shape == whole.shape and relative(found.sort().values, whole.sort().values) < 1e-3
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    size = float(a.double().norm()) * float(b.double().norm())
+    return float(a.double() @ b.double()) / size if size else 0.0
 
 
 def ranks_of(off: Iterable[Off]) -> tuple[int, ...]:
@@ -523,23 +546,17 @@ def these(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def common_name(off: Sequence[Off]) -> str:
-    """Return the name that differs, or the module that holds all that do."""
-    names = list(dict.fromkeys(o.name for o in off))
-    if len(names) == 1:
-        return names[0]
-    parts = [name.split(".") for name in names]
-    shared = []
-    for words in zip(*parts, strict=False):
-        if len(set(words)) > 1:
-            break
-        shared.append(words[0])
-    return ".".join(shared) or max(off, key=lambda o: o.error if o.error < float("inf") else 0.0).name
+def is_attention(name: str) -> bool:
+    return any(word in name.lower() for word in ("attn", "attention", "sdpa"))
 
 
-def _is_attention(name: str) -> bool:
-    return any(word in part for part in name.lower().split(".")[-2:] for word in ("attn", "attention", "sdpa"))
+def is_router(name: str) -> bool:
+    """Return whether a module's loss of balance is no sum over rows, by its name."""
+    return any(word in name.lower() for word in ("router", "gate."))
 
 
-def _is_position(name: str) -> bool:
+def is_position(name: str) -> bool:
     return any(word in name.lower() for word in ("pos", "rope", "rotary", "wpe"))
+
+
+__all__ = ["ROUNDING", "Diagnosis", "Finding", "Off"]

@@ -3,10 +3,6 @@
 The file is loaded by its path into whatever environment the script has, so it imports torch alone. Each process that
 steps an optimizer writes one trace: for the first steps, the rows that its models were given, the outputs of modules
 and the gradients that came back to them, the gradients that optimizers saw, and parameters and optimizer states after.
-
-A tensor is recorded as its marginals: for each dim, the tensor's projection on products of signs along all the other
-dims. A shard that is cut along one dim has a slice of the whole's marginal there, so shards find their place by value;
-the marginals of shards whose offsets are known add up to the whole's.
 """
 
 from __future__ import annotations
@@ -16,8 +12,10 @@ import gc
 import hashlib
 import json
 import os
+import time
 import weakref
-from functools import lru_cache, wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -25,7 +23,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-FORMAT = "meshwright trace 2"
+from meshwright.observation.sketches import (
+    checksum,
+    first_tensor,
+    hashes,
+    ids_of,
+    local_of,
+    marginals,
+    names_in,
+    sketch,
+    tensors_by_name,
+)
+
+FORMAT = "meshwright trace 3"
+SAVE = torch.save  # before it notes what is saved
 WRAPPERS = {
     "DistributedDataParallel": ("module",),
     "DataParallel": ("module",),
@@ -40,38 +51,8 @@ WRAPPERS = {
     "LoraModel": ("model",),
 }
 """Class name of a wrapper -> the attributes under which it holds what it wraps."""
-TOKENS = 1 << 14
-"""Numbers of an output that are recorded, at most; beyond that, neighbours are added up."""
-
-
-@lru_cache(maxsize=512)
-def signs(n: int, role: int = 0) -> Tensor:
-    """Draw a vector of ±1 that depends on its length and role alone, (n,) float64."""
-    generator = torch.Generator().manual_seed(7919 * n + role)
-    return torch.randint(0, 2, (n,), generator=generator, device="cpu").double() * 2 - 1
-
-
-def marginals(
-    tensor: Tensor, offset: tuple[int, ...] | None = None, whole: tuple[int, ...] | None = None
-) -> list[Tensor]:
-    """Project a tensor on signs along all dims but one, for each dim: a list of (size,) float32.
-
-    Args:
-        offset, whole: the place of a shard in a tensor of shape ``whole``.
-    """
-    values = tensor.detach().to("cpu", torch.float64)
-    if values.dim() == 0:
-        return [values.reshape(1).float()]
-    at = offset or (0,) * values.dim()
-    along = [signs(whole[d] if whole else size, d)[at[d] : at[d] + size] for d, size in enumerate(values.shape)]
-    found = []
-    for kept in range(values.dim()):
-        part = values
-        for dim in range(values.dim() - 1, -1, -1):
-            if dim != kept:
-                part = part.movedim(dim, -1) @ along[dim]
-        found.append(part.float())
-    return found
+MOST_NODES = 20_000
+"""Nodes of a graph that are looked at, at most."""
 
 
 def record(tensor: Any) -> dict[str, Any]:
@@ -84,22 +65,17 @@ def record(tensor: Any) -> dict[str, Any]:
     plain = local.detach()
     if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
         plain = plain.view(torch.uint8) if plain.dim() else plain.double()
+    norm = float(plain.double().norm()) if plain.numel() else 0.0
     return {
         "shape": list(plain.shape),
+        "fits": bool(norm) and plain.is_floating_point() and bool((plain.bfloat16() == plain).all()),
         "whole": list(whole) if whole else None,
         "offset": list(offset) if offset is not None else None,
         "placements": kind,
         "dtype": str(plain.dtype)[6:],
-        "norm": float(plain.double().norm()) if plain.numel() else 0.0,
+        "norm": norm,
         "m": marginals(plain, offset, whole if offset is not None else None),
     }
-
-
-@torch.no_grad()
-def local_of(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    found = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return found.wait() if hasattr(found, "wait") else found
 
 
 def _offset(tensor: Any) -> tuple[int, ...] | None:
@@ -112,113 +88,111 @@ def _offset(tensor: Any) -> tuple[int, ...] | None:
         return None
 
 
-def sketch(output: Any) -> dict[str, Any]:
-    """Describe an output: (rows, tokens, …) -> its numbers by row and token, and by row and feature."""
-    kind = []
-    if hasattr(output, "placements"):
-        kind = [str(p) for p in output.placements]
-        output = local_of(output)
-    values = output.detach().to("cpu", torch.float64)
-    shape = list(values.shape)
-    if values.dim() == 1:
-        values = values.unsqueeze(1)
-    if values.dim() == 2:
-        values = values.unsqueeze(1)
-    values = values.flatten(2)
-    by_token = values @ signs(values.shape[2], 1)
-    by_feature = torch.einsum("btd,t->bd", values, signs(values.shape[1], 2))
-    return {
-        "shape": shape,
-        "placements": kind,
-        "dtype": str(output.dtype)[6:],
-        "t": _pooled(by_token),
-        "f": _pooled(by_feature),
-    }
+def is_short(output: Tensor) -> bool:
+    """Return whether a tensor was computed from one of 16 bits, by its graph."""
+    if output.dtype in (torch.bfloat16, torch.float16):
+        return True
+    nodes, seen = [output.grad_fn], set()
+    while nodes and len(seen) < MOST_NODES:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(m.dtype in (torch.bfloat16, torch.float16) for m in getattr(node, "_input_metadata", ())):
+            return True
+        nodes += [other for other, _ in node.next_functions]
+    return False
 
 
-def _pooled(numbers: Tensor) -> Tensor:
-    rows, n = numbers.shape
-    group = 1
-    while rows * (n // group) > TOKENS and n % (2 * group) == 0:
-        group *= 2
-    return numbers.view(rows, n // group, group).sum(2).float()
+@dataclass(frozen=True)
+class Piece:
+    """What a stepped tensor holds of one parameter.
+
+    Attributes:
+        name: the parameter's, free of wrappers.
+        whole: its shape where the tensor is a flat shard (FSDP1), else None.
+        start, count: the shard's elements of the flattened parameter.
+        begins: where they begin in the tensor.
+    """
+
+    name: str
+    whole: tuple[int, ...] | None = None
+    start: int = 0
+    count: int = 0
+    begins: int = 0
+
+    def record(self, tensor: Any) -> dict[str, Any]:
+        """Describe this parameter's part of a tensor; a flat shard as the whole with zeros around it."""
+        if self.whole is None:
+            return record(tensor)
+        local = tensor.detach().reshape(-1)[self.begins : self.begins + self.count]
+        padded = local.new_zeros(torch.Size(self.whole).numel())
+        padded[self.start : self.start + self.count] = local
+        return record(padded.view(self.whole)) | {"part": [self.start, self.count]}
 
 
-def hashes(tensor: Any) -> list[str]:
-    """Hash each row of a tensor."""
-    rows = local_of(tensor).detach().cpu()
-    rows = rows.to(torch.int64) if not rows.is_floating_point() else rows.float()
-    rows = rows.reshape(rows.shape[0], -1).contiguous() if rows.dim() else rows.reshape(1, 1)
-    return [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in rows]
-
-
-def ids_of(tensor: Tensor) -> list[list[int]] | None:
-    """List the numbers of an integer tensor of (rows, tokens); None for any other, or a large one."""
-    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 2 or tensor.numel() > TOKENS * 4:
-        return None
-    return local_of(tensor).tolist()
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Find the floating-point tensor that a module's output is, or holds first."""
-    if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    if hasattr(value, "logits") and isinstance(value.logits, Tensor):
-        return value.logits
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            if (found := first_tensor(item)) is not None:
-                return found
-    return None
-
-
-def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
-    """Collect the tensors that a call was given, with names for their places."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else ()
-    return {
-        k: t for key, item in items for k, t in tensors_by_name(item, f"{name}.{key}" if name else str(key)).items()
-    }
+def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
+    """List what the flat parameter of an FSDP1 module, or its views, hold of the parameters: by id of the tensor."""
+    flat = getattr(getattr(fsdp, "_handle", None), "flat_param", None)
+    if flat is None:
+        return {}
+    found: dict[int, tuple[Any, list[Piece]]] = {id(flat): (flat, [])}
+    begins = 0
+    for number, (name, shape, shard) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
+        n = shard.numel_in_shard if shard.in_shard else 0
+        begins = shard.offset_in_shard if shard.in_shard else begins
+        piece = Piece(path + name, tuple(shape), shard.intra_param_start_idx or 0, n, begins)
+        found[id(flat)][1].append(piece)
+        if flat._params is not None:
+            view = flat._params[number]
+            found[id(view)] = view, [Piece(piece.name, piece.whole, piece.start, n)]
+    return found
 
 
 class Recorder:
     """The trace of one process.
 
     Args:
-        settings: ``folder``, ``steps``, ``noise`` (None, or a seed: outputs of modules are
-            changed by as much as their dtype rounds), ``stop`` (end the script after the steps).
+        settings: ``folder``, ``steps``, ``modules`` (whether outputs are recorded), ``noise`` (None, or a seed:
+            outputs of modules are changed by as much as their dtype rounds), ``stop`` (end the script after the steps).
     """
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.n_steps = settings, settings.get("steps", 3)
-        self.done: list[dict[str, Any]] = []
+        self.n_done = 0
         self.now = self._new()
         self.stack: list[int] = []
         self.returned = 0
-        self.names: dict[int, str] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.held: dict[int, tuple[Any, list[Piece]]] = {}
+        self.named: dict[str, int] = {}
         self.modules: dict[int, str] = {}
+        self.buffers: list[tuple[nn.Module, str, str]] = []
+        self.roots: dict[int, nn.Module] = {}
+        self.others: list[str] = []
+        self.began = time.time()
         self.stepped: set[int] = set()
         self.depth = 0
         self.met = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.closed = False
         self.generator = torch.Generator().manual_seed(settings.get("noise") or 0)
         self.last: tuple[Any, int, dict[str, Any] | None] = (lambda: None, -1, None)
+        self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.versions: dict[int, int] = {}
 
     def _new(self) -> dict[str, Any]:
-        lists, maps = ("calls", "forward", "targets"), ("gradients", "before", "after", "state")
-        return {key: [] for key in lists} | {key: {} for key in maps}
+        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")
+        maps = ("gradients", "before", "after", "state", "rates")
+        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False}
 
     # --- forward
 
     def entered(self, module: nn.Module, args: Any) -> None:
         if self.closed or in_backward() or self.depth:
             return
-        if not self.stack and self.stepped and torch.is_grad_enabled():
-            self.finish_step()
+        if not self.stack:
+            if self.stepped and torch.is_grad_enabled():
+                self.finish_step()
+            self.roots[id(module)] = module
         self.stack.append(id(module))
 
     def ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -228,23 +202,22 @@ class Recorder:
             while self.stack.pop() != id(module):
                 pass
         is_root = not self.stack
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self.settings.get("modules", True):
             return None
+        tensor = first_tensor(output)
         if is_root:
             given = tensors_by_name(args, "") | tensors_by_name(kwargs, "")
-            self.now["calls"].append(
-                {
-                    "module": id(module),
-                    "inputs": {
-                        name: {"rows": hashes(t), "shape": list(t.shape), "ids": ids_of(t)}
-                        for name, t in given.items()
-                        if t.dim() and t.numel() and not t.is_meta
-                    },
-                }
-            )
-        tensor = first_tensor(output)
+            inputs = {
+                name: {"rows": hashes(t), "shape": list(t.shape), "dtype": str(t.dtype)[6:], "ids": ids_of(t)}
+                for name, t in given.items()
+                if t.dim() and t.numel() and not t.is_meta
+            }
+            rows = hashes(tensor) if tensor is not None and tensor.dim() and not tensor.is_meta else []
+            self.now["calls"].append({"module": id(module), "inputs": inputs, "gives": rows})
         if tensor is None or tensor.dim() == 0 or tensor.numel() == 0 or tensor.is_meta:
             return None
+        if is_root and not self.now["short"]:
+            self.now["short"] = is_short(tensor)
         changed = None
         if self.settings.get("noise") is not None and any(True for _ in module.parameters(recurse=False)):
             changed = self._noisy(output)
@@ -274,111 +247,229 @@ class Recorder:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth += 1
-        if self.closed or self.depth > 1:
+        if self.closed or self.depth > 1 or makes_states(optimizer):
             return
         if id(optimizer) in self.stepped:
             self.finish_step()
         if self.closed:
             return
-        self.stepped.add(id(optimizer))
         if dist.is_available() and dist.is_initialized():  # at exit there may be no group any more
             self.met = dist.get_rank(), dist.get_world_size()
-        self.find_names([p for group in optimizer.param_groups for p in group["params"]])
-        if not self.now["before"]:
-            self.now["before"] = {name: record(p) for name, p in self.parameters.items()}
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.find_names(stepped) or not self.now["before"]:
+            self.now["before"] = self.parameters()
+        if not self.stepped:  # of parameters that no optimizer steps here, too
+            for name, (tensor, piece) in self._by_name().items():
+                if tensor.grad is not None:
+                    self.now["gradients"][name] = piece.record(tensor.grad)
+        self.stepped.add(id(optimizer))
         for group in optimizer.param_groups:
+            rates = {key: float(value) for key, value in group.items() if isinstance(value, (int, float))}
+            rates |= {"betas": list(map(float, group["betas"]))} if "betas" in group else {}
             for parameter in group["params"]:
-                name = self.names.get(id(parameter))
-                if name is not None:
-                    gradient = parameter.grad
-                    self.now["gradients"][name] = None if gradient is None else record(gradient)
+                gradient = parameter.grad
+                if gradient is not None:
+                    self.versions[id(parameter)] = gradient._version
+                for piece in self.held.get(id(parameter), (None, []))[1]:
+                    self.now["gradients"][piece.name] = None if gradient is None else piece.record(gradient)
+                    self.now["rates"][piece.name] = rates
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth -= 1
-        if self.closed or self.depth:
+        if self.closed or self.depth or id(optimizer) not in self.stepped:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = self.names.get(id(parameter))
-                if name is None:
-                    continue
                 state = optimizer.state.get(parameter, {})
-                self.now["state"][name] = {
-                    key: record(value) for key, value in state.items() if isinstance(value, Tensor)
-                }
-        self.now["after"] = {name: record(p) for name, p in self.parameters.items()}
+                gradient = parameter.grad
+                written = gradient is not None and self.versions.get(id(parameter)) != gradient._version
+                for piece in self.held.get(id(parameter), (None, []))[1]:
+                    if written and (again := piece.record(gradient))["norm"]:  # a hook that ran after ours reduced it
+                        self.now["gradients"][piece.name] = again
+                    self.now["state"][piece.name] = {
+                        key: piece.record(value) if value.shape == parameter.shape else record(value)
+                        for key, value in state.items()
+                        if isinstance(value, Tensor)
+                    }
+        self.now["after"] = self.parameters()
         self.write()
 
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Describe all parameters; one that has the same bits as the last time is not described again."""
+        found = {}
+        for name, (tensor, piece) in self._by_name().items():
+            mark = id(tensor), checksum(tensor)
+            if name not in self.seen or self.seen[name][0] != mark:
+                self.seen[name] = mark, piece.record(tensor)
+            found[name] = self.seen[name][1]
+        return found
+
+    def buffers_now(self) -> dict[str, dict[str, Any]]:
+        """Describe the buffers of floating-point numbers."""
+        found = {name: module._buffers.get(key) for module, key, name in self.buffers}
+        return {name: record(b) for name, b in found.items() if b is not None and b.is_floating_point() and b.numel()}
+
+    def _by_name(self) -> dict[str, tuple[Any, Piece]]:
+        every = ((key, tensor, piece) for key, (tensor, pieces) in self.held.items() for piece in pieces)
+        return {piece.name: (tensor, piece) for key, tensor, piece in every if self.named[piece.name] == key}
+
+    def inside(self) -> bool:
+        """Return whether a module's forward runs, for the first time or again in a backward."""
+        return not self.closed and not self.depth and (in_backward() or (bool(self.stack) and torch.is_grad_enabled()))
+
+    def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """Note the state of a generator that is about to draw."""
+        state = (generator or torch.default_generator).get_state().numpy().tobytes()
+        mark = hashlib.blake2b(state, digest_size=8).hexdigest()
+        module = self.stack[-1] if self.stack and not in_backward() else 0
+        draw = {"module": module, "state": mark, "again": in_backward()}
+        self.now["draws"].append(draw)
+        return draw
+
+    def kept(self, norms: str, names: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Note the norms of the tensors, and the names, in what is written to a file or taken as a state."""
+        if not self.closed and not self.depth:
+            tensors = tensors_by_name(value, "").values()
+            found = [float(local_of(t).double().norm()) for t in tensors if not t.is_meta and t.numel()]
+            self.now[norms] = [*self.now[norms], *found][-MOST_TARGETS:]
+            self.now[names] = sorted({*self.now[names], *names_in(value)})[:MOST_TARGETS]
+
+    def loaded(self, *args: Any, **kwargs: Any) -> None:
+        """Note that a file is read, before or after the step's optimizers."""
+        self.now["loaded"].append("after" if self.stepped else "before")
+
     def finish_step(self) -> None:
-        """Close the step whose optimizers have all stepped."""
-        self.done.append(self.now)
-        self.now, self.stepped = self._new(), set()
-        if len(self.done) >= self.n_steps:
+        """Close the step whose optimizers have all stepped, and note what the next one begins with."""
+        left = self.write_left()
+        self.n_done += 1
+        self.now, self.stepped, self.roots = self._new(), set(), {}
+        self.now["before"] = left
+        if self.n_done >= self.n_steps:
             self.closed = True
-            self.write()
             if self.settings.get("stop"):
                 raise SystemExit(0)
 
-    def find_names(self, stepped: list[nn.Parameter]) -> None:
-        """Name all parameters by the outermost modules that hold those which an optimizer steps."""
-        if all(id(p) in self.names for p in stepped):
-            return
+    def find_names(self, stepped: list[Any]) -> bool:
+        """Name all parameters by the outermost modules that hold those which an optimizer steps; say if any is new."""
+        wanted = {id(p) for p in stepped if id(p) not in self.held}
+        if not wanted:
+            return False
         every = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
         children = {id(child) for module in every for child in module._modules.values() if child is not None}
-        wanted, tops = {id(p) for p in stepped}, []
-        for module in every:
-            if id(module) not in children and any(id(p) in wanted for p in module.parameters()):
-                tops.append(module)
-        tops.sort(key=lambda top: -sum(id(p) in wanted for p in top.parameters()))
-        for number, top in enumerate(tops):
-            other = any(self.parameters.get(name, p) is not p for name, p in top.named_parameters())
-            self._walk(top, f"{type(top).__name__}{number}." if other else "")
+        outer = [module for module in every if id(module) not in children]
+        held = {id(top): {id(p) for p in top.parameters()} for top in outer}
+        for top in outer:
+            held[id(top)] |= {key for m in top.modules() for key in pieces_of(m, "")}
+        tops = [top for top in outer if held[id(top)] & wanted]
+        if not tops and not self.held:  # the optimizer steps tensors of its own
+            tops = [top for top in outer if id(top) in self.roots and held[id(top)]]
+        tops.sort(key=lambda top: (-len(held[id(top)] & wanted), -len(held[id(top)])))
+        for top in tops:
+            self._name(top)
+        for number, p in enumerate(stepped):
+            if id(p) not in self.held:
+                name = name_of(p) or f"parameter {number}"
+                while name in self.named and self.held[self.named[name]][0] is not p:
+                    name += "'"
+                self.held[id(p)], self.named[name] = (p, [Piece(name)]), id(p)
+        return True
 
-    def _walk(self, module: nn.Module, path: str) -> None:
-        self.modules.setdefault(id(module), path.rstrip("."))
+    def _name(self, top: nn.Module) -> None:
+        """Name a model; a second one that is in use at the same time gets a prefix, a successor the same names."""
+        found: dict[int, tuple[Any, list[Piece]]] = {}
+        modules: dict[int, str] = {}
+        self._walk(top, "", found, modules)
+        new = {key: value for key, value in found.items() if key not in self.held}
+        rivals = {self.named[p.name] for _, pieces in new.values() for p in pieces if p.name in self.named}
+        busy = {id(p) for root in self.roots.values() for p in root.parameters()}
+        if rivals & busy:
+            inner = top
+            while (key := next((k for k in _hidden(inner) if k in inner._modules), None)) is not None:
+                inner = inner.get_submodule(key)
+            prefix = f"{type(inner).__name__}."
+            self.others.append(prefix.rstrip("."))
+            new = {key: (t, [replace(p, name=prefix + p.name) for p in pieces]) for key, (t, pieces) in new.items()}
+            modules = {key: (prefix + name).rstrip(".") for key, name in modules.items()}
+        for key, name in modules.items():
+            self.modules.setdefault(key, name)
+        self.buffers = [entry for entry in self.buffers if not modules.keys() or entry[2] not in modules.values()]
+        for module in top.modules():
+            self.buffers += [(module, key, f"{modules[id(module)]}.{key}".strip(".")) for key in module._buffers]
+        for key, (tensor, pieces) in new.items():
+            self.held[key] = tensor, pieces
+            self.named |= {piece.name: key for piece in pieces}
+
+    def _walk(
+        self, module: nn.Module, path: str, found: dict[int, tuple[Any, list[Piece]]], modules: dict[int, str]
+    ) -> None:
+        modules.setdefault(id(module), path.rstrip("."))
+        found |= {key: value for key, value in pieces_of(module, path).items() if key not in found}
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in self.names:
-                self.names[id(parameter)] = path + key
-                self.parameters[path + key] = parameter
-        hidden = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
+            if parameter is not None and id(parameter) not in found:
+                found[id(parameter)] = parameter, [Piece(path + key)]
         for key, child in module._modules.items():
             if child is not None:
-                self._walk(child, path if key in hidden else f"{path}{key}.")
+                self._walk(child, path if key in _hidden(module) else f"{path}{key}.", found, modules)
 
     # --- write
 
     def write(self) -> None:
-        """Write the trace; modules get their names only now."""
-        steps = [*self.done, *([self.now] if self.now["after"] and not self.closed else [])]
-        if not self.parameters and not self.now["calls"]:
+        """Write the step; modules get their names only now."""
+        if not self.now["after"]:
             return
         rank, world = self.met
-        content = {"format": FORMAT, "rank": rank, "world": world, "steps": [self._plain(step) for step in steps]}
+
+        def named(event: dict[str, Any]) -> dict[str, Any]:
+            name = self.modules.get(event["module"])
+            kept = {key: value for key, value in event.items() if key != "keep"}
+            return {"back": None, "order": -1, **kept, "module": name or "", "known": name is not None}
+
+        step = {
+            **self.now,
+            "calls": [named(call) for call in self.now["calls"]],
+            "forward": [named(event) for event in self.now["forward"]],
+            "draws": [named(draw) for draw in self.now["draws"]],
+        }
+        content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
+        content |= {"time": time.time(), "others": self.others, "step": step}
         os.makedirs(self.settings["folder"], exist_ok=True)
-        path = os.path.join(self.settings["folder"], f"rank-{rank:05d}.pt")
-        torch.save(content, path + ".partial")
+        path = os.path.join(self.settings["folder"], f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}.pt")
+        SAVE(content, path + ".partial")
         os.replace(path + ".partial", path)
 
-    def _plain(self, step: dict[str, Any]) -> dict[str, Any]:
-        def named(event: dict[str, Any]) -> dict[str, Any]:
-            return {
-                "name": self.modules.get(event["module"], ""),
-                "known": event["module"] in self.modules,
-                "call": event["call"],
-                "out": event["out"],
-                "back": event.get("back"),
-                "order": event.get("order", -1),
-            }
+    def write_left(self) -> dict[str, dict[str, Any]]:
+        """Note what the step left after its optimizers, write it, and return the parameters."""
+        self.now["left"], self.now["buffers"] = self.parameters(), self.buffers_now()
+        self.write()
+        return self.now["left"]
 
-        calls = [
-            {**call, "module": self.modules.get(call["module"], ""), "known": call["module"] in self.modules}
-            for call in step["calls"]
-        ]
-        return {
-            **{k: v for k, v in step.items() if k not in ("calls", "forward")},
-            "calls": calls,
-            "forward": [named(event) for event in step["forward"]],
-        }
+    def at_exit(self) -> None:
+        """Write what the last step left, and that the process ended as Python ends."""
+        if os.path.isdir(self.settings["folder"]):
+            open(os.path.join(self.settings["folder"], f"rank-{self.met[0]:05d}-{os.getpid()}-ended"), "w").close()
+        if not self.closed and self.now["after"]:
+            self.write_left()
+
+
+def _hidden(module: nn.Module) -> tuple[str, ...]:
+    return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
+
+
+def makes_states(optimizer: Any) -> bool:
+    """Return whether a step has no rate and no gradients: what torch does to have a state to load into."""
+    rates = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
+
+
+def name_of(tensor: Any) -> str:
+    """Find the name under which an object or a dict of the script holds a tensor."""
+    for holder in gc.get_referrers(tensor):
+        if type(holder) is dict and holder is not globals():
+            for key, value in holder.items():
+                if value is tensor and isinstance(key, str) and key not in ("p", "param", "parameter", "_"):
+                    return key
+    return ""
 
 
 class _Returned:
@@ -401,10 +492,13 @@ def in_backward() -> bool:
 MOST_TARGETS = 4096
 """Targets of a call that are recorded; of a call with more, rows are not compared."""
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
+DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+ATTENTION = "scaled_dot_product_attention"
+DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
 
 
 def install() -> None:
-    """Set the hooks, and note the targets of torch's losses."""
+    """Set the hooks; note the targets of torch's losses, draws of random numbers, and what is saved and loaded."""
     recorder = Recorder(json.loads(os.environ["MESHWRIGHT_OBSERVE"]))
     quiet: Any = torch.compiler.disable
     nn.modules.module.register_module_forward_pre_hook(quiet(recorder.entered))
@@ -413,22 +507,92 @@ def install() -> None:
     register_optimizer_step_post_hook(recorder.after_step)
     functional = torch.nn.functional
 
-    def noted_loss(name: str) -> None:
-        plain = getattr(functional, name)
-
-        @wraps(plain)
-        def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.closed and not in_backward() and isinstance(target, Tensor) and not target.is_meta:
-                flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
-                recorder.now["targets"].append({"shape": list(local_of(target).shape), "flat": flat.tolist()})
-            return plain(input, target, *args, **kwargs)
-
-        setattr(functional, name, loss)
+    def note_target(input: Any, target: Any = None, *args: Any, **kwargs: Any) -> None:
+        if not recorder.closed and not in_backward() and isinstance(target, Tensor) and not target.is_meta:
+            flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
+            call = len(recorder.now["calls"]) + bool(recorder.stack)
+            recorder.now["targets"].append({"call": call, "shape": list(local_of(target).shape), "flat": flat})
 
     for name in LOSSES:
-        noted_loss(name)
+        before(functional, name, quiet(note_target))
+    for name in (*DROPOUTS, ATTENTION):
+        instead(functional, name, recorder)
+    for name in DRAWS:
+        instead(torch, name, recorder)
+    before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
+    before(torch, "load", quiet(recorder.loaded))
+    for kind in (nn.Module, torch.optim.Optimizer):
+        before(kind, "load_state_dict", quiet(recorder.loaded))
+        after(kind, "state_dict", quiet(partial(recorder.kept, "taken", "names")))
+    atexit.register(recorder.at_exit)
 
-    @atexit.register
-    def finish() -> None:
-        if not recorder.closed and (recorder.now["after"] or recorder.done):
-            recorder.write()
+    def forked() -> None:
+        recorder.began = time.time()
+        recorder.closed = recorder.closed or recorder.n_done > 0 or bool(recorder.now["after"])
+
+    os.register_at_fork(after_in_child=forked)  # a child of a process that trains is no rank
+
+
+def before(home: Any, name: str, note: Any) -> None:
+    """Have a function of torch note its arguments first."""
+    plain = getattr(home, name)
+
+    @wraps(plain)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    setattr(home, name, noted)
+
+
+def after(home: Any, name: str, note: Any) -> None:
+    """Have a method of torch note its result."""
+    plain = getattr(home, name)
+
+    @wraps(plain)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, *args, **kwargs)
+        if not args and kwargs.get("destination") is None:
+            note(found)
+        return found
+
+    setattr(home, name, noted)
+
+
+def instead(home: Any, name: str, recorder: Recorder) -> None:
+    """Have a function that draws random numbers note its generator's state, and return a value that needs no luck.
+
+    Masks that ranks draw each for themselves are no difference then; that each draws what it should is seen by the
+    states. The numbers are drawn all the same, so that what is drawn later stays as it is.
+    """
+    plain = getattr(home, name)
+    names = (
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        if name == ATTENTION
+        else ("input", "p", "training", "inplace")
+    )
+
+    @wraps(plain)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not recorder.inside():
+            return plain(*args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs if name not in DRAWS else kwargs
+        rate = given.get("dropout_p", given.get("p", 0.5 if name in DROPOUTS else 0.0))
+        if name not in DRAWS and not (given.get("training", True) and rate):
+            return plain(*args, **kwargs)
+        draw = recorder.drew(given.get("generator"))
+        found = plain(*args, **kwargs)
+        draw["n"] = local_of(found).numel()
+        if name == ATTENTION:
+            return plain(**{**given, "dropout_p": 0.0})
+        return given["input"] if name in DROPOUTS else expected(found)
+
+    setattr(home, name, drawn)
+
+
+def expected(found: Tensor) -> Tensor:
+    """Replace numbers by one that a comparison with a rate of less than a half keeps: 0.5, or 0 of a normal draw."""
+    if found.is_floating_point() and not found.is_meta:
+        with torch.no_grad():
+            found.fill_(0.5 if bool((found >= 0).all()) else 0.0)
+    return found

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-FORMAT = "meshwright trace 2"
+FORMAT = "meshwright trace 3"
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
+
+
+NOTHING: dict[str, Any] = {
+    **{key: [] for key in ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")},
+    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
+    "short": False,
+}
+"""The step of a rank that took none."""
 
 
 @dataclass
@@ -37,21 +45,60 @@ class Run:
                 f"{folder} holds no trace: no process of that run stepped an optimizer of torch.optim. Write one with:"
                 f" meshwright observe {folder} -- python train.py"
             )
-        found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-        if any(trace.get("format") != FORMAT for trace in found):
+        parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        if any(part.get("format") != FORMAT for part in parts):
             raise ConfigError(f"{folder} holds traces of another version of meshwright; observe the run anew")
-        found.sort(key=lambda trace: trace["rank"])
-        world = max(trace["world"] for trace in found)
-        if world != len(found):
-            raise ConfigError(f"{folder} holds traces of {len(found)} of {world} ranks; the others never stepped")
+        ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for entry in sorted(parts, key=lambda part: part["time"]):
+            ranks[entry["rank"]].append(entry)
+        for rank, entries in ranks.items():
+            pairs = list(zip(entries, entries[1:], strict=False))
+            if any(old["process"] != new["process"] and new["began"] < old["time"] for old, new in pairs):
+                raise ConfigError(
+                    f"{folder}: two processes call themselves rank {rank} at the same time: the script forks and both"
+                    f" train. Observe one of them"
+                )
+        world = max(entry["world"] for entry in parts)
+        if world != len(ranks):
+            raise ConfigError(f"{folder} holds traces of {len(ranks)} of {world} ranks; the others never stepped")
+        found = [
+            {"rank": rank, "others": ranks[rank][-1]["others"], "steps": [entry["step"] for entry in ranks[rank]]}
+            for rank in sorted(ranks)
+        ]
         return cls(Path(folder), found)
+
+    def aligned(self, one: dict[str, Any]) -> Run:
+        """Return the run with empty steps in front where a rank joined later, as its rows say.
+
+        Args:
+            one: the trace of one process.
+        """
+        rows = [_rows(step) for step in one["steps"]]
+        ranks = []
+        for trace in self.ranks:
+            own = [_rows(step) for step in trace["steps"]]
+            spare = range(max(0, len(rows) - len(own)) + 1)
+            late = max(spare, key=lambda n: (sum(bool(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
+            ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
+        return Run(self.folder, ranks)
 
     @property
     def n_steps(self) -> int:
-        return min(len(trace["steps"]) for trace in self.ranks)
+        return max(len(trace["steps"]) for trace in self.ranks)
 
     def step(self, rank: int, step: int) -> dict[str, Any]:
-        return self.ranks[rank]["steps"][step]
+        """Return a rank's step; an empty one if the rank took fewer."""
+        steps = self.ranks[rank]["steps"]
+        return steps[step] if step < len(steps) else NOTHING
+
+
+def _rows(step: dict[str, Any]) -> set[str]:
+    return {row for call in step["calls"] for given in call["inputs"].values() for row in given["rows"]}
+
+
+def first_step(trace: dict[str, Any]) -> int:
+    """Return the first step that a rank took part in."""
+    return next((number for number, step in enumerate(trace["steps"]) if step["before"]), 0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +108,7 @@ class Place:
     Attributes:
         name: the parameter of one process.
         dim, index: the dim that is cut, and the elements there; None for the whole.
-        offset: the offset of a block that is cut along several dims.
+        offset: where a part begins that is no run along one dim: a block's offset, or a flat shard's start and length.
     """
 
     name: str
@@ -102,6 +149,9 @@ def cut_of(own: dict[str, Any], whole: dict[str, Any]) -> tuple[int, Tensor] | N
     for start in (i for i in range(len(all_) - len(mine) + 1) if abs(float(all_[i] - mine[0])) <= CLOSE * scale):
         if float((all_[start : start + len(mine)] - mine).abs().max()) <= CLOSE * scale:
             return dim, torch.arange(start, start + len(mine))
+    for start in range(max(1, len(all_) - len(mine) + 1), len(all_) - 1):  # the last shard, filled up
+        if float((all_[start:] - mine[: len(all_) - start]).abs().max()) <= CLOSE * scale:
+            return dim, torch.arange(start, len(all_))
     index = (mine[:, None] - all_[None]).abs().argmin(1)
     if float((all_[index] - mine).abs().max()) <= CLOSE * scale and len(index.unique()) == len(index):
         return dim, index
@@ -113,7 +163,8 @@ def places_of(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Place]:
 
     A parameter that no value tells apart (norms of ones, biases of zeros) follows its module's other parameters.
     """
-    whole, mine = one["steps"][0]["before"], own["steps"][0]["before"]
+    first = min(first_step(own), len(one["steps"]) - 1)
+    whole, mine = one["steps"][first]["before"], own["steps"][first]["before"]
     found: dict[str, Place] = {}
     open_: list[str] = []
     for name, entry in mine.items():
@@ -156,6 +207,12 @@ def places_of(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Place]:
 
 
 def _place(name: str, entry: dict[str, Any], whole: dict[str, Any]) -> Place | None:
+    if "part" in entry:  # of a flat shard, the rows that lie in it whole are compared
+        if name not in whole:
+            return None
+        (start, count), width = entry["part"], max(1, torch.Size(entry["whole"][1:]).numel())
+        rows = torch.arange(-(-start // width), max(-(-start // width), (start + count) // width))
+        return Place(name, 0, rows, (start, count))
     if entry["whole"] and entry["offset"] is not None and name in whole and entry["whole"] == whole[name]["shape"]:
         dims = [d for d, (a, b) in enumerate(zip(entry["shape"], entry["whole"], strict=True)) if a != b]
         if not dims:
@@ -183,7 +240,10 @@ def part(whole: dict[str, Any], place: Place) -> Tensor:
 
 
 def own_part(entry: dict[str, Any], place: Place) -> Tensor:
-    return vector(entry) if place.dim is None else entry["m"][place.dim]
+    if place.dim is None:
+        return vector(entry)
+    assert place.index is not None
+    return entry["m"][0][place.index] if "part" in entry else entry["m"][place.dim][: len(place.index)]
 
 
 # --- rows
@@ -204,45 +264,112 @@ class Row:
     back_order: int = -1
     at: Tensor | None = None
     """The places of its tokens in the whole row; None for the whole."""
+    is_flat: bool = False
+    """Whether rows and tokens are one dim of the output."""
 
 
-def row_keys(step: dict[str, Any]) -> dict[int, list[str] | None]:
-    """Name the rows of each outermost call by the hash of its integer input; a call without one follows the last."""
-    found, last = {}, None
-    for number, call in enumerate(step["calls"], 1):
-        ids = [given for given in call["inputs"].values() if given["ids"] is not None]
-        if ids:
-            last = ids[0]["rows"]
-        found[number] = last
+Keys = dict[int, list[str] | None]
+
+
+def given_rows(call: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the input that tells a call's rows apart: token ids, else what has most dims."""
+    inputs = [given for given in call["inputs"].values() if given["rows"]]
+    ids = [given for given in inputs if given["ids"] is not None]
+    return ids[0] if ids else max(inputs, key=lambda given: len(given["shape"]), default=None)
+
+
+def row_keys(steps: list[dict[str, Any]]) -> list[Keys]:
+    """Name the rows of each outermost call of each rank by the hash of the row that the first module was given.
+
+    What a call returns, and another is given, keeps its name, on other ranks too (the stages of a pipeline). A call
+    whose rows are nobody's follows the last one of its rank.
+    """
+    names: dict[str, str] = {}
+    made = {row for step in steps for call in step["calls"] for row in call["gives"]}
+    data = [{row for _, given in origins(step) for row in given["rows"]} for step in steps]
+    for _ in range(len(steps) + 1):
+        before = len(names)
+        for step in steps:
+            for call in step["calls"]:
+                given = given_rows(call)
+                if given is None or len(call["gives"]) != len(given["rows"]):
+                    continue
+                for row, result in zip(given["rows"], call["gives"], strict=True):
+                    if row in names or row not in made:
+                        names.setdefault(result, names.get(row) or row)
+        if len(names) == before:
+            break
+    found = []
+    for step, own in zip(steps, data, strict=True):
+        keys: Keys = {}
+        last = None
+        for number, call in enumerate(step["calls"], 1):
+            given = given_rows(call)
+            if given is not None and any(row in own or row in names for row in given["rows"]):
+                last = [names.get(row) or row for row in given["rows"]]
+            keys[number] = last
+        found.append(keys)
     return found
 
 
+def origins(step: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """List the modules and inputs that come from the data: token ids, else what the step's first module was given.
+
+    A call to which no gradient came back, such as one for shapes, does not count where others do.
+    """
+    returned = {event["call"] for event in step["forward"] if event["back"] is not None}
+    calls = [
+        call for number, call in enumerate(step["calls"], 1) if call["known"] and (number in returned or not returned)
+    ]
+    given = [(call["module"], given_rows(call)) for call in calls]
+    found = [(module, rows) for module, rows in given if rows is not None]
+    with_ids = [(module, rows) for module, rows in found if rows["ids"] is not None]
+    return with_ids or [(module, rows) for module, rows in found if module == found[0][0]]
+
+
 def rows_of(
-    step: dict[str, Any], rank: int, names: dict[str, str], lengths: dict[str, tuple[str, Tensor]]
+    step: dict[str, Any], rank: int, names: dict[str, str], lengths: dict[str, tuple[str, Tensor]], keys: Keys
 ) -> dict[tuple[str, int], list[Row]]:
     """List the rows of every output, by module and number of the call within the outermost call.
 
     Args:
         names: what one process calls the rank's modules.
         lengths: hash of a rank's row -> one process's row that contains it, and the places of its tokens there.
+        keys: the rows of each outermost call.
     """
-    keys, found = row_keys(step), defaultdict(list)
+    found = defaultdict(list)
     counted: dict[tuple[str, int], int] = defaultdict(int)
+    sizes: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in step["forward"]:
+        sizes[event["module"], event["call"]].append(len(event["out"]["t"]))
+    begun: dict[tuple[str, int], int] = defaultdict(int)
     for order, event in enumerate(step["forward"]):
         if not event["known"]:
             continue
-        name = str(names.get(event["name"], event["name"]))
+        name = str(names.get(event["module"], event["module"]))
         counted[name, event["call"]] += 1
         tokens, features = event["out"]["t"], event["out"]["f"]
         back: dict[str, Tensor] | None = event["back"]
         rows = keys.get(event["call"])
+        every = sizes[event["module"], event["call"]]
+        if rows and len(every) > 1 and sum(every) == len(rows):  # some rows at a time
+            first = begun[event["module"], event["call"]]
+            begun[event["module"], event["call"]] += len(tokens)
+            rows = rows[first : first + len(tokens)]
+            counted[name, event["call"]] = 1
+        places = next((lengths[key][1] for key in rows or () if key in lengths), None)
+        if len(event["out"]["shape"]) == 2 and (
+            places is None or len(places) == tokens.numel()
+        ):  # a table of positions
+            spot = found[name, counted[name, event["call"]]]
+            spot.append(Row("table", rank, tokens.flatten(), features[0], order, event["out"]["dtype"], at=places))
         if rows is None or len(rows) == 0 or len(tokens) % len(rows):
-            rows = [f"#{number} of {len(tokens)}" for number in range(len(tokens))]  # such as a table of positions
-        elif len(tokens) != len(rows):  # (rows · tokens, features)
-            each = len(tokens) // len(rows)
-            tokens, features = tokens.view(len(rows), each), features.view(len(rows), -1)
-            if back is not None and back["t"].numel() == tokens.numel():
-                back = {"t": back["t"].view(len(rows), each), "f": back["f"].view(len(rows), -1)}
+            continue
+        is_flat = len(tokens) != len(rows)
+        if is_flat:  # (rows · tokens, features)
+            tokens, features = tokens.reshape(len(rows), -1), features.reshape(len(rows), -1)
+            if back is not None and back["t"].numel() == tokens.numel() and len(back["t"]) % len(rows) == 0:
+                back = {"t": back["t"].reshape(len(rows), -1), "f": back["f"].reshape(len(rows), -1)}
             else:
                 back = None
         for number, key in enumerate(rows):
@@ -260,6 +387,7 @@ def rows_of(
                     returned["f"][number] if returned else None,
                     event["order"],
                     known[1] if known else None,
+                    is_flat,
                 )
             )
     return found

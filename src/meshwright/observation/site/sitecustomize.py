@@ -14,9 +14,17 @@ def run(name: str, file: str) -> Any:
     """Import a module from a file."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def record() -> None:
+    """Install the recorder, in an environment that may have no meshwright."""
+    folder, sketches = os.path.dirname(HERE), "meshwright.observation.sketches"
+    run(sketches, os.path.join(folder, "sketches.py"))
+    run("_meshwright_recorder", os.path.join(folder, "recorder.py")).install()
+    del sys.modules[sketches]  # the script's own meshwright, if it has one, is another
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -32,8 +40,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
             def execute_and_record(module: Any) -> None:
                 execute(module)
-                file = os.path.join(os.path.dirname(HERE), "recorder.py")
-                run("_meshwright_recorder", file).install()
+                record()
 
             spec.loader.exec_module = execute_and_record
         return spec

@@ -1,0 +1,1 @@
+"""Judges that come along; each is a command like any other's."""

@@ -1,0 +1,416 @@
+"""Compare the passes of one step row by row: which rows each rank had, what modules returned, what came back."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .traces import Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of
+
+ROUNDING = {"float64": 1e-9, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Least relative error by dtype that is no rounding."""
+
+Key = tuple[str, int]
+"""A module and the number of its call within an outermost call."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A row of a module's output on a rank, and what one process has there."""
+
+    rank: int
+    row: str
+    found: Tensor
+    whole: Tensor
+    dtypes: tuple[str, str]
+    rounding: float = 5e-5
+
+    @property
+    def error(self) -> float:
+        return relative(self.found, self.whole, 1e-6)
+
+    @property
+    def differs(self) -> bool:
+        return self.error > self.rounding / 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are not one process's: the ranks that have them, and what is wrong."""
+
+    ranks: tuple[int, ...]
+    words: str
+
+
+class Passes:
+    """One step of all ranks beside one process's.
+
+    Args:
+        places: by rank, the place of each parameter in one process's.
+    """
+
+    def __init__(self, base: dict[str, Any], many: Run, places: list[dict[str, Place]], step: int):
+        self.whole = base["steps"][step]
+        self.own = [many.step(rank, step) for rank in range(len(many.ranks))]
+        self.places = places
+        self.names = [module_names(placed) for placed in places]
+        self.held = [{place.name for place in placed.values()} for placed in places]
+        self.lengths = [parts_of_rows(self.whole, one) for one in self.own]
+        self.keys, self.whole_keys = row_keys(self.own), row_keys([self.whole])[0]
+        self._follow_in_order()
+        rows = rows_of(self.whole, 0, {}, {}, self.whole_keys)
+        self.reference: dict[Key, dict[str, Row]] = {
+            key: {row.key: row for row in found} for key, found in rows.items()
+        }
+        self.rows = [
+            rows_of(one, rank, self.names[rank], self.lengths[rank], self.keys[rank])
+            for rank, one in enumerate(self.own)
+        ]
+
+    def _follow_in_order(self) -> None:
+        """Name the rows of a rank whose inputs nobody returned, such as rounded ones, as those of another rank."""
+        known = {row for rows in self.whole_keys.values() for row in rows or ()}
+        known |= {row for lengths in self.lengths for row in lengths}
+        sizes = [[len(rows or ()) for rows in keys.values()] for keys in self.keys]
+        named = [any(row in known for rows in keys.values() for row in rows or ()) for keys in self.keys]
+        for rank in range(len(self.keys)):
+            donor = next((r for r, is_named in enumerate(named) if is_named and sizes[r] == sizes[rank]), None)
+            if not named[rank] and donor is not None:
+                self.keys[rank] = dict(self.keys[donor])
+
+    # --- data
+
+    def wrong_rows(self) -> Rows | None:
+        """Compare which rows the ranks had."""
+        theirs, mine = self.counts()
+        shapes = {tuple(given["shape"][1:]) for _, given in origins(self.whole)}
+        for rank, one in enumerate(self.own):
+            if not self._has_data(rank):
+                continue
+            for _, given in origins(one):
+                homeless = not all(row in self.lengths[rank] for row in given["rows"])
+                if tuple(given["shape"][1:]) not in shapes and homeless:
+                    return None  # parts of rows that have no place in one process's
+        with_rows = [set(counts) for counts in mine if counts]
+        if not theirs or not with_rows:
+            return None
+        union = set().union(*with_rows)
+        lacking, strange = set(theirs) - union, union - set(theirs)
+        doubled, seen = [], []
+        for rank, counts in enumerate(mine):
+            if any(set(counts) & other and set(counts) != other for other in seen) or (
+                lacking and any(set(counts) == other for other in seen)
+            ):
+                doubled.append(rank)
+            seen.append(set(counts))
+        more = [
+            rank
+            for rank, counts in enumerate(mine)
+            if any(n > theirs[row] for row, n in counts.items() if row in theirs)
+        ]
+        absent = [rank for rank, one in enumerate(self.own) if not one["calls"]]
+        if lacking or strange:
+            ranks = [rank for rank, counts in enumerate(mine) if set(counts) & strange] or doubled or absent
+            words = (
+                f"{len(lacking)} of {len(theirs)} rows are missing" if lacking else f"{len(strange)} rows are strange"
+            )
+            return Rows(tuple(ranks) or tuple(range(len(mine))), words)
+        if doubled or more:
+            return Rows(tuple(doubled or more), "some rows are used more than once")
+        return None
+
+    def counts(self) -> tuple[Counter[str], list[Counter[str]]]:
+        """Count how often each row went through the model, in one process and on each rank."""
+        mine = [
+            self._counts(one, self.lengths[rank]) if self._has_data(rank) else Counter()
+            for rank, one in enumerate(self.own)
+        ]
+        return self._counts(self.whole, {}), mine
+
+    def other_batches(self) -> bool:
+        """Return whether ranks take other numbers of rows at a time than one process."""
+        sizes = [{len(given["rows"]) for _, given in origins(one)} for one in (self.whole, *self.own)]
+        return any(size and size != sizes[0] for size in sizes)
+
+    def _has_data(self, rank: int) -> bool:
+        """Return whether a rank's first module is given data, and not what another rank's returned."""
+        made = {row for one in self.own for call in one["calls"] for row in call["gives"]}
+        kinds = {given["dtype"] for _, given in origins(self.whole)}
+        found = [given for _, given in origins(self.own[rank])]
+        return any(given["dtype"] in kinds for given in found) and not any(r in made for g in found for r in g["rows"])
+
+    def _counts(self, step: dict[str, Any], lengths: dict[str, tuple[str, Tensor]]) -> Counter[str]:
+        """Count how often each row of the data went through the model; a module that is called again counts again."""
+        counted: dict[str, Counter[str]] = defaultdict(Counter)
+        for module, given in origins(step):
+            counted[module].update(lengths.get(row, (row,))[0] for row in given["rows"])
+        total: Counter[str] = Counter()
+        for counts in counted.values():
+            total |= counts
+        return total
+
+    def wrong_labels(self) -> Rows | None:
+        """Compare what each row was to predict."""
+        theirs = dict(self._labels(self.whole, self.whole_keys))
+        wrong = set()
+        for rank, one in enumerate(self.own):
+            for key, labels in self._labels(one, self.keys[rank]):
+                home, at = self.lengths[rank].get(key, (key, None))
+                there = theirs.get(home)
+                if there is None or len(labels) > len(there):
+                    continue
+                if at is not None and len(at) == len(labels) and int(at.max()) < len(there):
+                    there = there[at]
+                if len(there) == len(labels) and not torch.equal(there, labels):
+                    wrong.add(rank)
+        return Rows(tuple(sorted(wrong)), "labels are other rows' or are missing") if wrong else None
+
+    @staticmethod
+    def _labels(step: dict[str, Any], keys: dict[int, list[str] | None]) -> Iterator[tuple[str, Tensor]]:
+        seen = set()
+        for target in step["targets"]:
+            rows, flat = keys.get(target["call"]), target["flat"]
+            if not rows or len(flat) % len(rows) or len(flat) != torch.Size(target["shape"]).numel():
+                continue
+            if target["call"] in seen:  # a second loss of the same rows
+                continue
+            seen.add(target["call"])
+            yield from zip(rows, flat.reshape(len(rows), -1), strict=True)
+
+    def other_inputs(self) -> tuple[str, tuple[int, ...], str] | None:
+        """Compare what else models were given beside each row: (input, ranks, what it is)."""
+        theirs = self._beside(self.whole, self.whole_keys)
+        wrong: dict[str, set[int]] = defaultdict(set)
+        for rank, one in enumerate(self.own):
+            for where, value in self._beside(one, self.keys[rank]).items():
+                if where in theirs and theirs[where] != value and where[1] not in self.lengths[rank]:
+                    wrong[where[0]].add(rank)
+        for name, ranks in wrong.items():
+            kind = "position" if "pos" in name else "mask" if any(w in name for w in ("mask", "doc", "seg")) else ""
+            if kind:
+                return name, tuple(sorted(ranks)), kind
+        return None
+
+    @staticmethod
+    def _beside(step: dict[str, Any], keys: dict[int, list[str] | None]) -> dict[tuple[str, str], tuple[str, Any]]:
+        found = {}
+        for number, call in enumerate(step["calls"], 1):
+            rows = keys.get(number)
+            for name, given in call["inputs"].items():
+                if rows and len(given["rows"]) == len(rows) and not given["dtype"].startswith(("float", "bfloat")):
+                    for key, value in zip(rows, given["rows"], strict=True):
+                        found[name, key] = (value, given["shape"][1:])
+        return found
+
+    # --- draws
+
+    def wrong_draws(
+        self, earlier: list[tuple[dict[str, Any], list[dict[str, Any]]]]
+    ) -> tuple[str, tuple[int, ...], str] | None:
+        """Compare the states of generators at draws: (module, ranks, what is wrong).
+
+        Args:
+            earlier: the steps before, of one process and of the ranks.
+        """
+
+        def states(step: dict[str, Any], again: bool) -> list[str]:
+            return [draw["state"] for draw in step["draws"] if draw["again"] == again]
+
+        def lost(step: dict[str, Any]) -> bool:
+            return bool(set(states(step, True)) - set(states(step, False)))
+
+        place = next((draw["module"] for one in self.own for draw in one["draws"] if draw["module"]), "")
+        wrong = tuple(rank for rank, one in enumerate(self.own) if lost(one))
+        if wrong and not lost(self.whole):
+            return place, wrong, "recomputation draws other numbers than the forward did"
+        before = {state for whole, _ in earlier for state in states(whole, False)}
+        if not before & set(states(self.whole, False)):
+            wrong = tuple(
+                rank
+                for rank, one in enumerate(self.own)
+                if {state for _, own in earlier for state in states(own[rank], False)} & set(states(one, False))
+            )
+            if wrong:
+                return place, wrong, "numbers of an earlier step are drawn again"
+        given = [[call["inputs"] for call in one["calls"]] for one in self.own]
+        sizes = {draw["module"]: draw.get("n") for draw in self.whole["draws"]}
+        groups: dict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
+        for rank, one in enumerate(self.own):
+            rows = tuple(row for inputs in given[rank] for value in inputs.values() for row in value["rows"])
+            for number, draw in enumerate(draw for draw in one["draws"] if not draw["again"]):
+                name = self.names[rank].get(draw["module"], draw["module"])
+                if sizes.get(name) == draw.get("n"):  # of a whole output, not of a share
+                    groups[rows, number, name][rank] = name, draw["state"]
+        usual = {draw["state"] for draw in self.whole["draws"]}
+        for same in groups.values():
+            found = {state for _, state in same.values()}
+            if len(found) > 1:
+                right = found & usual or {next(iter(same.values()))[1]}
+                wrong = tuple(rank for rank, (_, state) in same.items() if state not in right)
+                return next(iter(same.values()))[0], wrong, "ranks with the same rows draw different numbers"
+        return None
+
+    # --- outputs
+
+    def pairs(self, key: Key) -> list[Pair]:
+        """Pair the ranks' rows of an output with one process's, as far as they can be compared."""
+        found = []
+        for rank, rows in enumerate(self.rows):
+            if self.is_another(rank, key[0]):
+                continue
+            for row in rows.get(key, ()):
+                there = self.reference[key].get(row.key)
+                if there is not None and (values := self._aligned(rank, key[0], row, there)) is not None:
+                    least = ROUNDING["bfloat16" if self.whole["short"] else there.dtype]
+                    found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least))
+        return found
+
+    def is_another(self, rank: int, name: str) -> bool:
+        """Return whether a rank's module is not one process's of that name: a stage, or what stands in for a module."""
+        inside = [other for other in self.whole["before"] if not name or other.startswith(name + ".")]
+        direct = [other for other in inside if "." not in other[len(name) + 1 :]]
+        return not self.held[rank].issuperset(direct if name else inside)
+
+    def is_table(self, name: str) -> bool:
+        """Return whether a module's outputs have no row for each row of the data, such as a table of positions."""
+        return all(row == "table" for key, rows in self.reference.items() if key[0] == name for row in rows)
+
+    def _aligned(self, rank: int, name: str, row: Row, there: Row) -> tuple[Tensor, Tensor] | None:
+        mine, theirs = row.tokens, there.tokens
+        if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
+            theirs = theirs[row.at]
+        elif (
+            row.at is not None and not row.is_flat and len(row.features) % len(row.at) == 0
+        ):  # (rows, heads, tokens, features)
+            each = len(row.features) // len(row.at)
+            if len(there.features) % each == 0 and int(row.at.max()) < len(there.features) // each:
+                return row.features, there.features.view(-1, each)[row.at].flatten()
+        if row.key == "table" and row.at is None and not self.is_table(name):
+            return None
+        index = self.cut_outputs[rank].get(name)
+        if index is not None and row.features.shape != there.features.shape:
+            if row.at is not None or len(index) != len(row.features) or int(index.max()) >= len(there.features):
+                return None
+            return row.features, there.features[index]
+        if row.features.shape != there.features.shape:
+            return None
+        if mine.shape != theirs.shape:  # a part of the tokens, as sequence parallelism cuts them
+            if row.is_flat or not len(mine) or len(theirs) % len(mine):
+                return None
+            return mine, min(theirs.split(len(mine)), key=lambda chunk: relative(mine, chunk, 1e-6))
+        return mine, theirs
+
+    @property
+    def cut_outputs(self) -> list[dict[str, Tensor]]:
+        """The features of which each rank has a part, by module."""
+        return [
+            {
+                place.name.rpartition(".")[0]: place.index
+                for place in placed.values()
+                if place.index is not None and place.offset is None and place.dim == 0 and place.name.endswith("weight")
+            }
+            for placed in self.places
+        ]
+
+    @property
+    def cut_inputs(self) -> set[str]:
+        """The modules whose weight is cut along its inputs: ranks return parts of a sum."""
+        return {
+            place.name.rpartition(".")[0]
+            for placed in self.places
+            for place in placed.values()
+            if place.index is not None and place.dim == 1 and place.name.endswith("weight")
+        }
+
+    def in_order(self) -> list[Key]:
+        return sorted(self.reference, key=lambda key: next(iter(self.reference[key].values())).order)
+
+    def first_output(self) -> tuple[str, list[Pair], list[Pair]] | None:
+        """Find the first module whose output differs, if the last ones differ, too: its name, those rows, all rows."""
+        every = {key: pairs for key in self.in_order() if (pairs := self.pairs(key))}
+        alone = {pair.rank: key for key, pairs in every.items() for pair in pairs}  # the last of each rank
+        if not any(pair.differs for key in set(alone.values()) for pair in every[key]):
+            return None
+        for key, pairs in every.items():
+            off = [pair for pair in pairs if pair.differs]
+            if not off:
+                continue
+            if key[0] in self.cut_inputs:  # each rank's sum over its own features
+                if self.add_up(pairs):
+                    continue
+                # a bias that every rank adds is seen in the module around it
+                outer = any(other != key and other[0] and key[0].startswith(other[0] + ".") for other in every)
+                if outer and len({pair.rank for pair in pairs}) == len(self.own):
+                    continue
+            return key[0], off, pairs
+        return None
+
+    @staticmethod
+    def add_up(pairs: list[Pair]) -> bool:
+        """Return whether the ranks' rows are parts of a sum that is one process's."""
+        by_row: dict[str, list[Pair]] = defaultdict(list)
+        for pair in pairs:
+            by_row[pair.row].append(pair)
+        return all(
+            len(parts) > 1
+            and len({part.found.shape for part in parts}) == 1
+            and relative(torch.stack([part.found for part in parts]).sum(0), parts[0].whole) < 1e-3
+            for parts in by_row.values()
+        )
+
+    # --- what came back
+
+    def _returned(self, key: Key) -> list[Pair]:
+        found = []
+        for rank, rows in enumerate(self.rows):
+            for row in rows.get(key, ()):
+                there = self.reference[key].get(row.key)
+                if (
+                    there is None
+                    or self.is_another(rank, key[0])
+                    or row.back_tokens is None
+                    or there.back_tokens is None
+                ):
+                    continue
+                mine, theirs = row.back_tokens, there.back_tokens
+                if row.features.shape != there.features.shape:
+                    continue
+                if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
+                    theirs = theirs[row.at]
+                if mine.shape == theirs.shape and float(theirs.norm()) > 0:
+                    found.append(Pair(rank, row.key, mine, theirs, (row.dtype, there.dtype)))
+        return found
+
+    def loss_scales(self) -> list[float | None]:
+        """Return by how much the gradient of each row's last output is more than one process's."""
+        for key in reversed(self.in_order()):
+            if pairs := self._returned(key):
+                return [factor(pair.found, pair.whole, max(1e-3, ROUNDING.get(pair.dtypes[1], 0.0))) for pair in pairs]
+        return []
+
+
+def module_names(places: dict[str, Place]) -> dict[str, str]:
+    """Map a rank's names of modules to one process's."""
+    found: dict[str, str] = {}
+    for name, place in places.items():
+        a, b = name.split(".")[:-1], place.name.split(".")[:-1]
+        while a and b:
+            found.setdefault(".".join(a), ".".join(b))
+            if a[-1] != b[-1]:
+                break
+            a, b = a[:-1], b[:-1]
+    return found
+
+
+def factor(found: Tensor, whole: Tensor, bound: float = 1e-3) -> float | None:
+    """Return the factor between two tensors, if there is one for all elements."""
+    size = float((whole.double() ** 2).sum())
+    if found.shape != whole.shape or size == 0:
+        return None
+    value = float((found.double() * whole.double()).sum()) / size
+    return value if value and relative(found, whole * value) < bound else None

@@ -1,0 +1,143 @@
+"""Describe tensors of a script by a few numbers.
+
+Like the recorder, this file is loaded by its path into whatever environment the script has, so it imports torch alone.
+
+A tensor is recorded as its marginals: for each dim, the tensor's projection on products of signs along all the other
+dims. A shard that is cut along one dim has a slice of the whole's marginal there, so shards find their place by value;
+the marginals of shards whose offsets are known add up to the whole's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS = 1 << 14
+"""Numbers of an output that are recorded, at most; beyond that, neighbours are added up."""
+
+
+@lru_cache(maxsize=512)
+def signs(n: int, role: int = 0) -> Tensor:
+    """Draw a vector of ±1 that depends on its length and role alone, (n,) float64."""
+    generator = torch.Generator().manual_seed(7919 * n + role)
+    return torch.randint(0, 2, (n,), generator=generator, device="cpu").double() * 2 - 1
+
+
+def marginals(
+    tensor: Tensor, offset: tuple[int, ...] | None = None, whole: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    """Project a tensor on signs along all dims but one, for each dim: a list of (size,) float32.
+
+    Args:
+        offset, whole: the place of a shard in a tensor of shape ``whole``.
+    """
+    values = tensor.detach().to("cpu", torch.float64)
+    if values.dim() == 0:
+        return [values.reshape(1).float()]
+    at = offset or (0,) * values.dim()
+    along = [signs(whole[d] if whole else size, d)[at[d] : at[d] + size] for d, size in enumerate(values.shape)]
+    found = []
+    for kept in range(values.dim()):
+        part = values
+        for dim in range(values.dim() - 1, -1, -1):
+            if dim != kept:
+                part = part.movedim(dim, -1) @ along[dim]
+        found.append(part.float())
+    return found
+
+
+@torch.no_grad()
+def local_of(tensor: Any) -> Tensor:
+    """Return what this rank holds of a tensor."""
+    found = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return found.wait() if hasattr(found, "wait") else found
+
+
+def checksum(tensor: Any) -> int:
+    """Add up the bits of what this rank holds; versions do not tell, since writes to ``.data`` leave them alone."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    local = local_of(tensor.detach())
+    return int(local.contiguous().view(bits[local.element_size()]).sum())
+
+
+def sketch(output: Any) -> dict[str, Any]:
+    """Describe an output: (rows, tokens, …) -> its numbers by row and token, and by row and feature."""
+    kind = []
+    if hasattr(output, "placements"):
+        kind = [str(p) for p in output.placements]
+        output = local_of(output)
+    values = output.detach().to("cpu", torch.float64)
+    shape = list(values.shape)
+    if values.dim() == 1:
+        values = values.unsqueeze(1)
+    if values.dim() == 2:
+        values = values.unsqueeze(1)
+    values = values.flatten(2)
+    by_token = values @ signs(values.shape[2], 1)
+    by_feature = torch.einsum("btd,t->bd", values, signs(values.shape[1], 2))
+    return {
+        "shape": shape,
+        "placements": kind,
+        "dtype": str(output.dtype)[6:],
+        "t": _pooled(by_token),
+        "f": _pooled(by_feature),
+    }
+
+
+def _pooled(numbers: Tensor) -> Tensor:
+    rows, n = numbers.shape
+    group = 1
+    while rows * (n // group) > TOKENS and n % (2 * group) == 0:
+        group *= 2
+    return numbers.view(rows, n // group, group).sum(2).float()
+
+
+def hashes(tensor: Any) -> list[str]:
+    """Hash each row of a tensor."""
+    rows = local_of(tensor).detach().cpu()
+    rows = rows.to(torch.int64) if not rows.is_floating_point() else rows.float()
+    rows = rows.reshape(rows.shape[0], -1).contiguous() if rows.dim() else rows.reshape(1, 1)
+    return [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in rows]
+
+
+def ids_of(tensor: Tensor) -> list[list[int]] | None:
+    """List the numbers of an integer tensor of (rows, tokens); None for any other, or a large one."""
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 2 or tensor.numel() > TOKENS * 4:
+        return None
+    return local_of(tensor).tolist()
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Find the floating-point tensor that a module's output is, or holds first."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if hasattr(value, "logits") and isinstance(value.logits, Tensor):
+        return value.logits
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            if (found := first_tensor(item)) is not None:
+                return found
+    return None
+
+
+def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
+    """Collect the tensors that a call was given, with names for their places."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (tuple, list)) else ()
+    return {
+        k: t for key, item in items for k, t in tensors_by_name(item, f"{name}.{key}" if name else str(key)).items()
+    }
+
+
+def names_in(value: Any) -> set[str]:
+    """Collect the names in nested dicts."""
+    items = value.items() if isinstance(value, dict) else ()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return {str(key) for key, _ in items}.union(*map(names_in, inner)) if not isinstance(value, str) else set()

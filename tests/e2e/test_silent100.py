@@ -1,0 +1,81 @@
+"""``python -m silent100`` on two small cases of a folder that somebody brings."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import argparse, torch, torch.distributed as dist
+cli = argparse.ArgumentParser()
+for flag in ("--one", "--faulty"):
+    cli.add_argument(flag, action="store_true")
+cli.add_argument("--save")
+args = cli.parse_args()
+rank, ranks = 0, 1
+if not args.one:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 6))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 4):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))[rank::ranks]
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for name, p in model.named_parameters():
+        if ranks > 1 and not (args.faulty and name == "2.weight"):
+            dist.all_reduce(p.grad)
+            p.grad /= ranks
+    optimizer.step()
+    print(f"step {step} loss {loss.item():.7f}", flush=True)
+if args.save:
+    torch.save(model.state_dict(), f"{args.save}/rank{rank}.pt")
+if ranks > 1:
+    dist.destroy_process_group()
+"""
+TOML = """
+id = "{id}"
+title = "A head that is not reduced"
+source = "somebody/something#1"
+edge = "step"
+axis = "data"
+processes = 2
+tier = 1
+{rest}
+"""
+ANSWER = "[answer]\nplace = '2.*'\nstep = 1\nranks = [0, 1]\nkind = 'missing reduction'"
+
+
+@pytest.mark.first
+def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
+    for name, rest in {"head-not-reduced": ANSWER, "sound-mean": "sound = true", "unused": ANSWER}.items():
+        folder = tmp_path / "cases" / name
+        folder.mkdir(parents=True)
+        (folder / "case.py").write_text(SCRIPT)
+        (folder / "case.toml").write_text(TOML.format(id=name, rest=rest))
+    words = [sys.executable, "-m", "silent100", "--cases", str(tmp_path / "cases"), "--only", "*ea*"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    done = subprocess.run(
+        [*words, "--json", str(tmp_path / "found.json"), "checksums", "meshwright"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [entry["case"] for entry in found["meshwright"]] == ["head-not-reduced", "sound-mean"]
+    marks = found["meshwright"][0]["marks"]
+    assert marks == {"false alarm": False} | dict.fromkeys(["found", "placed", "first step", "kind", "ranks"], True), (
+        done.stdout
+    )
+    assert found["meshwright"][1]["marks"] == {"false alarm": False}
+    assert found["checksums"][0]["marks"]["found"] and not found["checksums"][1]["marks"]["false alarm"]
+    assert "judge: meshwright" in done.stdout and "tier 1" in done.stdout

@@ -1,0 +1,147 @@
+"""What the scorer of silent100 reads: cases, judges' answers; and what it makes of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from silent100.cases import Answer, Case, CaseError, neutral, order, read, read_all  # noqa: E402
+from silent100.scorer import Asked, Verdict, parse, table  # noqa: E402
+
+TOML = """
+id = "a"
+title = "A fault"
+source = "somebody/something#1"
+edge = "step"
+axis = "data"
+processes = 2
+tier = 1
+
+[answer]
+place = 'head.*'
+step = 2
+ranks = [1, 0]
+kind = "wrong scale"
+"""
+SCRIPT = '''"""A loop."""
+from __future__ import annotations
+import argparse, sys
+cli = argparse.ArgumentParser()
+cli.add_argument("--one", action="store_true")
+cli.add_argument("--faulty", action="store_true")
+args = cli.parse_args()
+print(args.faulty)  # Faulty or not
+'''
+
+
+def write(folder: Path, toml: str = TOML, script: str = SCRIPT) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "case.toml").write_text(toml)
+    (folder / "case.py").write_text(script)
+    return folder
+
+
+def case(answer: Answer | None, **values: object) -> Case:
+    known = {"id": "a", "title": "", "edge": "step", "axis": "data", "processes": 2, "tier": 1}
+    return Case(Path("a"), **(known | values), answer=answer)  # type: ignore[arg-type]
+
+
+ANSWER = Answer("head.*", 2, (0, 1), "wrong scale")
+
+
+def test_a_case_is_read(tmp_path: Path):
+    write(tmp_path / "a")
+    assert read(tmp_path / "a").answer == ANSWER
+    write(tmp_path / "sound", TOML.partition("[answer]")[0].replace('"a"', '"b"') + "sound = true\n")
+    assert [found.answer for found in read_all(tmp_path)] == [ANSWER, None]
+    assert [found.id for found in read_all(tmp_path, "s*")] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('kind = "wrong scale"', 'kind = "odd"', "kind = 'odd' is none of missing reduction"),
+        ('edge = "step"', 'edge = "ledge"', "edge = 'ledge' is none of step"),
+        ("step = 2", "", "KeyError: 'step'"),
+        ("head.*", "head(", "error"),
+        ("[answer]", "", "KeyError: 'answer'"),
+        ("tier = 1", "tier = 3", "tier = 3 is none of 1, 2"),
+    ],
+)
+def test_a_case_that_cannot_be_used_is_refused(tmp_path: Path, old: str, new: str, words: str):
+    with pytest.raises(CaseError, match=r"case\.toml") as refused:
+        read(write(tmp_path / "a", TOML.replace(old, new)))
+    assert words in str(refused.value)
+
+
+def test_a_folder_without_cases_is_refused(tmp_path: Path):
+    with pytest.raises(CaseError, match="holds no case named x"):
+        read_all(tmp_path, "x")
+    (write(tmp_path / "a") / "case.py").unlink()
+    with pytest.raises(CaseError, match=r"has no case\.py"):
+        read_all(tmp_path)
+
+
+def test_what_is_run_does_not_tell_that_it_is_faulty(tmp_path: Path):
+    for faulty in (False, True):
+        text = neutral(SCRIPT, faulty)
+        assert "fault" not in text.lower()
+        (tmp_path / "train.py").write_text(text)
+        done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True)
+        assert done.stdout.split() == [str(faulty)], done.stderr
+
+
+def test_sound_twins_are_not_always_asked_about_first():
+    assert {order(case(ANSWER, id=name)) for name in "ab"} == {("sound", "fault"), ("fault", "sound")}
+    assert order(case(None)) == ("sound",)
+
+
+def test_an_answer_is_read_from_the_last_line():
+    line = '{"verdict": "fault", "place": "head", "step": 1, "kind": "mask", "ranks": [1, 0], "more": 3}'
+    assert parse(f"step 1 loss 2.0\n{line}\n\n") == Verdict(True, "head", 1, "mask", (0, 1))
+    assert parse('{"verdict": "sound", "place": null}') == Verdict()
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("", "printed nothing"),
+        ("it is fine", "no JSON"),
+        ("[]", 'no "verdict"'),
+        ('{"verdict": "maybe"}', 'no "verdict"'),
+        ('{"verdict": "fault", "step": "1"}', "whole number"),
+        ('{"verdict": "fault", "ranks": 1}', "list of them"),
+    ],
+)
+def test_what_is_no_answer_is_said(output: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        parse(output)
+
+
+def test_marks_and_the_table():
+    right = Verdict(True, "head.weight", 2, "wrong scale", (0, 1), seconds=2.0)
+    off = Verdict(True, "embed", 1, "mask", (0,), seconds=1.0)
+    every = [
+        Asked(case(ANSWER), {"sound": Verdict(), "fault": right}),
+        Asked(case(ANSWER, tier=2), {"sound": off, "fault": off}),
+        Asked(case(None, axis="tensor"), {"sound": Verdict(error="no answer")}),
+    ]
+    assert all(right == (mark != "false alarm") for mark, right in every[0].marks.items())
+    assert [mark for mark, found in every[1].marks.items() if found] == ["false alarm", "found"]
+    assert every[2].marks == {"false alarm": False}
+    rows = {row[0]: row[1:] for line in table("x", every).splitlines()[4:] if (row := line.strip("| ").split(" | "))}
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    assert rows["all"] == ["2", "2 (100 %)", *["1 (50 %)"] * 4, "1 of 3", "1", "4"]
+    assert rows["tier 2"][:2] == ["1", "1 (100 %)"] and rows["axis tensor"][:2] == ["0", "–"]
+
+
+def test_nothing_imports_meshwright():
+    files = [*(ROOT / "silent100").glob("*.py"), *(ROOT / "silent100" / "judges").glob("*.py")]
+    assert len(files) >= 6
+    assert not [
+        file for file in files if "import meshwright" in file.read_text() or "from meshwright" in file.read_text()
+    ]
