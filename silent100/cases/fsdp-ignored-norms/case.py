@@ -55,9 +55,10 @@ for step in range(4):
     loss = nn.functional.cross_entropy(model(x[rank::world]), y[rank::world])
     loss.backward()
     if not one and not forget:
-        for p in small:
-            dist.all_reduce(p.grad)
-            p.grad /= world
+        for p in model.parameters():
+            if p in small:
+                dist.all_reduce(p.grad)
+                p.grad /= world
     optimizer.step()
     optimizer.zero_grad()
     loss = loss.detach()

@@ -271,6 +271,8 @@ class Blame:
                 if known is not None and known["norm"] > 1e-7 * total:
                     theirs = None if reference is None else part(reference, place)
                     mine = None if entry is None else own_part(entry, place)
+                    if theirs is not None and not len(theirs):
+                        continue  # the rank has none of it
                     found.append(Off(place.name, rank, mine, theirs, float("inf"), place))
                 continue
             mine, theirs = own_part(entry, place), part(reference, place)

@@ -210,7 +210,7 @@ def _place(name: str, entry: dict[str, Any], whole: dict[str, Any]) -> Place | N
     if "part" in entry:  # of a flat shard, the rows that lie in it whole are compared
         if name not in whole:
             return None
-        (start, count), width = entry["part"], max(1, torch.Size(entry["whole"][1:]).numel())
+        (start, count), width = entry["part"], max(1, torch.Size(entry["shape"][1:]).numel())
         rows = torch.arange(-(-start // width), max(-(-start // width), (start + count) // width))
         return Place(name, 0, rows, (start, count))
     if entry["whole"] and entry["offset"] is not None and name in whole and entry["whole"] == whole[name]["shape"]:
@@ -221,7 +221,11 @@ def _place(name: str, entry: dict[str, Any], whole: dict[str, Any]) -> Place | N
             start = entry["offset"][dims[0]]
             return Place(name, dims[0], torch.arange(start, start + entry["shape"][dims[0]]))
         return Place(name, offset=tuple(entry["offset"]))
-    constant = float(entry["m"][0].std()) < 1e-6 * (float(entry["m"][0].abs().max()) + 1e-300) if entry["m"] else True
+    constant = (
+        float(entry["m"][0].std(correction=0)) < 1e-6 * (float(entry["m"][0].abs().max()) + 1e-300)
+        if entry["m"]
+        else True
+    )
     order = [name, *(other for other in whole if other != name)] if name in whole else list(whole)
     for other in order:
         if entry["shape"] == whole[other]["shape"]:
