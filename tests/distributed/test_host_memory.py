@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,6 +24,8 @@ from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.manifest import NAME
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.process import agree
+from meshwright.training.config import CheckpointConfig
+from meshwright.training.memory import refuse_copies_on_hosts
 
 
 def packs(host: Path, rank: int) -> list[Path]:
@@ -198,6 +201,21 @@ def test_memory_of_a_run_that_is_gone_is_given_back(tmp_path):
     anew = opened("a")
     assert anew.folder != first.folder and not first.folder.exists() and second.folder.is_dir()
     assert oct(anew.folder.stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.mark.follows("checkpoint.memory_every = …", "checkpoint.folder", "checkpoint.asynchronous = true")
+def test_what_cannot_be_kept_is_refused_and_each_way_out_is_one(tmp_path):
+    good = CheckpointConfig(memory_every=2, memory_folder=str(tmp_path))
+    for bad in (replace(good, asynchronous=False), replace(good, folder="memory://run")):
+        with pytest.raises(
+            ConfigError, match="set checkpoint.asynchronous = true, and a checkpoint.folder outside this process"
+        ):
+            refuse_copies_on_hosts(bad)
+    nowhere = replace(good, memory_folder=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="is no folder that can be written.*, or set checkpoint.memory_every = 0"):
+        refuse_copies_on_hosts(nowhere)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="checkpoint.memory_folder: .* cannot be made"):
-        open_host_memory(tmp_path / "a", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="cannot be made .* or set checkpoint.memory_every = 0"):
+        open_host_memory(tmp_path, str(tmp_path / "file"))
+    refuse_copies_on_hosts(good)
+    refuse_copies_on_hosts(replace(nowhere, memory_every=0))

@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.files import inside, replace_text
@@ -194,6 +192,8 @@ class HostMemory:
         Raises:
             ConfigError: the file system, or the memory, has too little left.
         """
+        import psutil  # not where pieces are written
+
         needed = 2 * share * len(self.here) * (2 if self.before else 1)
         left = min(shutil.disk_usage(self.folder).free, psutil.virtual_memory().available)
         if needed > left:
