@@ -255,7 +255,7 @@ def own_part(entry: dict[str, Any], place: Place) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of an output: its numbers by token and by feature, and the gradient that came back."""
+    """One row of an output: its numbers by token and by feature, and by token the gradient that came back."""
 
     key: str
     rank: int
@@ -264,8 +264,6 @@ class Row:
     order: int
     dtype: str
     back_tokens: Tensor | None = None
-    back_features: Tensor | None = None
-    back_order: int = -1
     at: Tensor | None = None
     """The places of its tokens in the whole row; None for the whole."""
     is_flat: bool = False
@@ -373,7 +371,7 @@ def rows_of(
         if is_flat:  # (rows · tokens, features)
             tokens, features = tokens.reshape(len(rows), -1), features.reshape(len(rows), -1)
             if back is not None and back["t"].numel() == tokens.numel() and len(back["t"]) % len(rows) == 0:
-                back = {"t": back["t"].reshape(len(rows), -1), "f": back["f"].reshape(len(rows), -1)}
+                back = {"t": back["t"].reshape(len(rows), -1)}
             else:
                 back = None
         for number, key in enumerate(rows):
@@ -388,8 +386,6 @@ def rows_of(
                     order,
                     event["out"]["dtype"],
                     returned["t"][number] if returned else None,
-                    returned["f"][number] if returned else None,
-                    event["order"],
                     known[1] if known else None,
                     is_flat,
                 )

@@ -188,7 +188,7 @@ def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
 
 
 def _named_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """Yield those modules with their paths."""
+    """Yield the first module of each unit, with its path."""
     units = set(map(id, sharded_modules(model)))
     for name, module in model.named_modules():
         if id(module) in units:
