@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,11 +194,7 @@ class Checkpointing:
             ) from None
         self.at.step, self.at.tokens, self.at.skipped = at
         self.r.feed.loader.seek(consumed)
-        if source != IN_MEMORY:
-            self.latest = source
-        else:
-            with suppress(IntegrityError):  # of damaged ones on disk nothing is needed
-                self.latest = agree.decided_once(self.folder.latest)
+        self.latest = agree.decided_once(self.folder.latest) if source == IN_MEMORY else source
         self.say(f"continuing from {source} (step {self.at.step}, sample {consumed:,})")
         return True
 
