@@ -57,4 +57,4 @@ def main(one, folder):
         dist.destroy_process_group()
 
 
-main("--one" in sys.argv, sys.argv[-1] if "--save" in sys.argv else "")
+main("--one" in sys.argv, sys.argv[sys.argv.index("--save") + 1] if "--save" in sys.argv else "")
