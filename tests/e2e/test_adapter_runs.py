@@ -143,6 +143,13 @@ def test_a_run_goes_on_on_another_layout_from_its_adapters(pool, told, base, tmp
     assert losses(run)[-2:] == pytest.approx(whole[-2:], rel=1e-4)
 
 
+def test_a_run_of_adapters_is_not_continued_without_them(pool, told, base, tmp_path):
+    run = shutil.copytree(told.folder, tmp_path / "run")
+    plain = {key: value for key, value in base.items() if not key.startswith("adapters.")}
+    answer = pool.run(Job(plain | {"run": str(run), "steps": 6}), world=2, timeout=60)[0]
+    assert answer.status == 2 and "tensors of adapters, and the model here has no adapters" in str(answer.error)
+
+
 def test_a_text_is_continued_beside_the_base_alone(told, model, tmp_path, ask):
     status, said, _ = ask("generate", told.folder, "--prompt", "a", "--tokens", "3", "--base", model)
     assert status == 0 and said.startswith("a")

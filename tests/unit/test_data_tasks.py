@@ -58,6 +58,7 @@ def chat_folder(tmp_path_factory) -> Path:
 
 
 def built(tmp_path: Path, rows: list[dict], tokenizer, **options) -> Whole:
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),), **options), tokenizer, 0, tmp_path / "cache")
     return open_corpus(prepared.folder).training
@@ -81,6 +82,16 @@ def test_a_completion_is_learnt_with_its_end_and_the_prompt_is_not(tmp_path):
     )
     assert learnt(split, ByteTokenizer()) == [["oui"], ["x"]]
     assert split.tokens[split.offsets[1:] - 1].tolist() == [256, 256] and split.is_learnt[split.offsets[1:] - 1].all()
+
+
+def test_a_question_and_its_answer_are_a_prompt_and_its_completion(tmp_path):
+    usual, others = (
+        {first: "2? ", second: "4"} for first, second in (("prompt", "completion"), ("question", "answer"))
+    )
+    tokens = [built(tmp_path / kind, [row], ByteTokenizer()) for kind, row in (("a", usual), ("b", others))]
+    assert learnt(tokens[1], ByteTokenizer()) == [["4"]] and tokens[0].tokens.tolist() == tokens[1].tokens.tolist()
+    with pytest.raises(ConfigError, match="the column 'context' holds"):
+        built(tmp_path / "c", [others | {"context": "It is noon."}], ByteTokenizer())
 
 
 def test_alpaca_columns_become_its_prompt(tmp_path):
@@ -225,9 +236,9 @@ def test_an_answer_that_later_turns_rewrite_becomes_an_example_of_its_own(tmp_pa
             r"row 1: the chat template writes an answer differently from how it asks",
         ),
         (
-            {"prompt": "a", "answer": "b"},
+            {"prompt": "a", "response": "b"},
             {"task": "completion"},
-            r"row 1: the column 'completion' is missing.*'prompt', 'answer'",
+            r"row 1: the column 'completion' is missing.*'prompt', 'response'",
         ),
         (
             {"text": "a"},

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.arguments import open_model, read_config
+from meshwright.cli.plan import as_trained
 from meshwright.core.config import all_set, from_dict, is_unset, to_dict, to_toml
 from meshwright.core.dtypes import epochs_text
 from meshwright.core.errors import ConfigError
@@ -344,10 +345,32 @@ LEVEL, FALLING = [2.0] * 40, [5.0 - 0.1 * step for step in range(40)]
         (FALLING, {0: 5.0, 40: 1.5}, {"epochs": 1.5}, "still falling.* epochs = 3 may"),
         (FALLING, {0: 5.0, 20: 3.0, 40: 3.5}, {}, "lowest at step 20, 3.0000, and is 3.5000 now.* .steps = 20."),
         (FALLING, {0: 5.0, 20: 3.0, 40: 3.05}, {}, ""),  # neither
-        (LEVEL, {0: 2.0, 40: 2.5}, {}, ""),  # no step but the first is better
+        (
+            LEVEL,
+            {0: 2.0, 40: 2.5},
+            {},
+            r"got worse: .* 2.0000 before .* 2.5000 now.*optimizer.lr = \S+\) changes less",
+        ),
+        ([0.2] * 20 + [0.02] * 10 + [0.01] * 10, {0: 2.0, 40: 0.01}, {}, ""),  # there is nothing left to learn
     ],
 )
 def test_the_end_says_whether_more_or_fewer_steps_would_do(losses, validations, changes, words):
     config = Config.from_dict(changes or {"steps": 40})
     found = more_or_fewer(config, losses, validations)
+    of_pairs = more_or_fewer(config, losses, validations, is_of_pairs=True)
+    assert of_pairs == (found if "got worse" in found else "")
     assert re.search(words, found) if words else found == ""
+
+
+def test_a_plan_takes_the_rows_and_steps_that_training_would(model, tmp_path):
+    (tmp_path / "qa.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "it is {n}"}}\n' for n in range(200)))
+    given = {"source": [str(tmp_path / "qa.jsonl")], "tokenizer": "bytes", "cache": str(tmp_path / "cache")}
+    config = before_data(Config.from_dict({"model": {"hf": str(model)}, "data": given}))
+    alone, _ = as_trained(config, 1)
+    assert (alone.batch.global_batch, alone.steps) != (config.batch.global_batch, config.steps)
+    feed = build_feed(config, load_tokenizer("bytes"), 0, 1, Progress(), accepts=lambda _: True)
+    assert (feed.config.batch, feed.config.steps) == (alone.batch, alone.steps)
+    assert as_trained(config, 8)[0].batch.global_batch % 8 == 0
+    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": ""}\n')
+    same, why = as_trained(config, 1)
+    assert same == config and "the data was not counted" in why and "the answer is empty" in why

@@ -272,6 +272,11 @@ def _check_model(
             text = f"{name} is {there[1]}{list(there[0])} there{was} and {here[1]}{list(here[0])} in the model{now}"
             problems.append(text)
     if problems:
+        if any(".lora_" in key for key in stored.keys() - wanted.keys() - set(elsewhere)):
+            raise ConfigError(
+                f"{path} holds tensors of adapters, and the model here has no adapters. Nothing was loaded:"
+                " continue the run by its folder alone (meshwright train FOLDER), or ask for its [adapters]"
+            )
         more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
         raise ConfigError(
             f"{path} is a checkpoint of another model: {'; '.join(sorted(problems)[:4])}{more}. Nothing was loaded."

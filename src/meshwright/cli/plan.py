@@ -1,5 +1,5 @@
 """``meshwright plan [CONFIG.toml | RUN] [--gpus 64 --gpu h100] [--key=value …]``: show what a config becomes on a
-mesh of any size, without process group, GPU or data.
+mesh of any size, without process group or GPU, and without data (a fine-tuner's is counted where it is there).
 
 It prints the plan, the bytes that a step sends, and its memory estimate. With --gpus N --gpu CARD the answer is about
 GPUs that need not be here: the memory and time of the config's layout, or, where the config leaves its layout open, the
@@ -22,9 +22,9 @@ from meshwright.core.config import take_flags
 from meshwright.core.config.flags import flag_of
 from meshwright.core.config.ranges import ABOVE_0, FROM_1
 from meshwright.core.devices import check_device_type, device_memory, local_device
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.introspection.cluster import Cluster
-from meshwright.training.fine_tuning import of_forecast
+from meshwright.training.fine_tuning import batch_follows, is_fine_tuning, length_follows, of_forecast
 
 from .arguments import check_page, read_config, write_page
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from meshwright.training.config import Config
 
 PATIENCE_S = 2.0
+LARGEST_READ = 2**28
+"""Bytes of data that are read to count its rows; of more, defaults stand."""
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -142,8 +144,9 @@ def forecast(config: Config, options: PlanOptions) -> int:
     if options.price is not None or options.tokens:
         tokens = wanted or config.steps * batch.global_rows * batch.seq_len
         hours = tokens / first.tok_s_gpu / 3600
+        of_steps = "" if options.tokens else f" (those of {config.steps:,} steps)"
         values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": hours / cluster.world / 24}
-        words = f"{tokens / 1e9:,.4g} billion tokens{' (those of the steps)' * (not options.tokens)}:"
+        words = f"{tokens / 1e9:,.4g} billion tokens{of_steps}:"
         words += f" {hours:,.1f} GPU hours, {hours / cluster.world / 24:,.2f} days"
         if options.price is not None:
             values["run"]["cost"] = options.price * hours
@@ -171,6 +174,30 @@ def forecast(config: Config, options: PlanOptions) -> int:
         page = forecast_page(shown, front, first.toml() if answer.searched else "")
         print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def as_trained(config: Config, ranks: int) -> tuple[Config, str]:
+    """Return a config with rows, steps and length as training would choose them from its data, and why they are not.
+
+    Args:
+        ranks: of which each may read rows of its own, so rows per step are a multiple.
+    """
+    if not (is_fine_tuning(config) and (length_follows(config) or batch_follows(config))):
+        return config, ""
+    from meshwright.training.feed import build_feed, parts_of
+    from meshwright.training.model_source import run_tokenizer
+    from meshwright.training.views.progress import Progress
+
+    paths = [Path(source).expanduser() for part in parts_of(config.data) for source in part.source]
+    files = (file for path in paths for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    why = f"it has more than {LARGEST_READ // 2**20} MiB"
+    if sum(file.stat().st_size for file in files) <= LARGEST_READ:
+        try:
+            tokenizer = run_tokenizer(config, lambda _: None)
+            return build_feed(config, tokenizer, 0, ranks, Progress(), accepts=lambda _: True).config, ""
+        except (MeshwrightError, OSError) as error:
+            why = str(error).splitlines()[0].rstrip(":")
+    return config, f"the data was not counted, and training may take other rows and steps: {why}"
 
 
 @contextmanager
@@ -208,8 +235,9 @@ def run(argv: list[str]) -> int:
     if is_forecast and (options.world is not None or options.device):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
     config = read_config(argv, prog="meshwright plan", trusted=options.trust)
-    if not options.json and (taken := of_forecast(config)):
-        print(f"{taken}\n", flush=True)
+    config, uncounted = as_trained(config, options.gpus or 1)
+    for said in () if options.json else filter(None, (of_forecast(config), uncounted)):
+        print(f"{said}\n", flush=True)
     if is_forecast:
         return forecast(config, options)
     from meshwright.planning.explain import table

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -312,7 +313,10 @@ class Account:
         for reason in self.unusable:
             kinds.setdefault(kind_of(reason), []).append(reason)
         for first, *others in [*kinds.values()][:_NAMED]:
-            yield "", first.rstrip(".") + f" (and {len(others):,} alike)" * bool(others)
+            numbers = re.findall(r", row (\d+)", " ".join(others[:_NAMED]))
+            also = f" (also row{'s' * (len(others) > 1)} {', '.join(numbers)}"
+            also += f" and {len(others) - _NAMED:,} more" * (len(others) > _NAMED)
+            yield "", first.rstrip(".") + f"{also})" * bool(others)
         if (more := len(kinds) - _NAMED) > 0:
             yield "", f"and {more:,} more kinds"
         if self.unusable:

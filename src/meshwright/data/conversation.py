@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.core.errors import ConfigError
 
 from .formats import BadRow, Record, column
-from .images import ANSWERS, COLUMNS, IMAGE_PARTS, PROMPTS, ImageFile, VisionProcessor, find_image
+from .images import COLUMNS, IMAGE_PARTS, ImageFile, VisionProcessor, find_image, sides_of
 from .turns import Example, Message, Piece, Turns, messages_of, tools_of, with_system
 
 MARK = "<image>"
@@ -62,8 +62,7 @@ class PicturedChat:
             messages = messages_of(column(record, self.column, where), self.column, where)
         else:
             messages = []
-            for role, columns in (("user", PROMPTS), ("assistant", ANSWERS)):
-                name = next((name for name in columns if record.get(name) is not None), columns[0])
+            for role, name in zip(("user", "assistant"), sides_of(record), strict=True):
                 value = column(record, name, where)
                 is_text = isinstance(value, str)
                 messages += [{"role": role, "content": value}] if is_text else messages_of(value, name, where)

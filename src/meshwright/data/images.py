@@ -422,7 +422,14 @@ CONFIG, TOWER = "config.json", "vision_config"
 IMAGE_PARTS = {"image": ("image", "path", "url"), "image_url": ("image_url",)}
 """Types of a message's parts that are images, and the keys that hold their path."""
 PROMPTS, ANSWERS = ("prompt", "question"), ("completion", "answer")
-"""Columns of a prompt and its answer, where a record has images and no messages."""
+"""Columns of a prompt and its answer, the usual ones first."""
+
+
+def sides_of(sample: Record) -> tuple[str, ...]:
+    """Return the columns of a prompt and its completion, which some data sets call a question and its answer."""
+    return tuple(
+        next((name for name in names if sample.get(name) is not None), names[0]) for names in (PROMPTS, ANSWERS)
+    )
 
 
 def names_images(record: Record) -> bool:

@@ -34,7 +34,7 @@ class SourceOptions:
     """
     task: Task = "auto"
     """The part of a record that is learnt; auto: chat where it has messages, completion where it has prompt and
-    completion (with images: or question and answer), alpaca where it has instruction and output, preference where it
+    completion, or question and answer, alpaca where it has instruction and output, preference where it
     has chosen and rejected, else text."""
     column: Annotated[str, NOT_EMPTY] = "text"
     """The column that holds the text; for the task chat, "text" means "messages"."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.core.errors import ConfigError
 
 from .formats import BadRow, Record, column
-from .images import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images
+from .images import ANSWERS, COLUMNS, NO_IMAGES, PROMPTS, Vision, names_images, sides_of
 from .options import SourceOptions
 from .tokenizers import Tokenizer, template_of
 from .turns import (
@@ -272,9 +272,10 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vi
 def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, sample: Record) -> Task:
     folder = getattr(tokenizer, "folder", None)
     own_template = template_of(folder) if folder else None
-    are_turns = options.template or any(isinstance(sample.get(side), list) for side in _COMPLETION)
+    sides = sides_of(sample)
+    are_turns = options.template or any(isinstance(sample.get(side), list) for side in sides)
     if name == "chat" or (name == "completion" and are_turns):
-        return _chat(name, key, Turns(load_template(options.template, folder), options.learn))
+        return _chat(name, key, sides, Turns(load_template(options.template, folder), options.learn))
     if name == "alpaca" and (options.template or (own_template and any(other in sample for other in _TALKED))):
         return _alpaca_talk(Turns(load_template(options.template, folder), options.learn))
     if options.learn == "last":
@@ -285,7 +286,7 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
         of_messages = bool(options.template) or holds_messages(sample)
         pairs = Preferences(load_template(options.template, folder) if of_messages else None)
         return Task(TASK, pairs.examples, True, not of_messages, fingerprint=pairs.fingerprint, columns=pairs.columns)
-    if name not in _PAIRS:
+    if name not in ("completion", "alpaca"):
         own = options.column
         if options.template:
             raise ConfigError(
@@ -296,10 +297,13 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
             return [((text_of(record, own, where), True),)]
 
         return Task("text", text, is_whole=False, ends=True, fingerprint=own, columns=(own,))
-    (write, columns), asks = _PAIRS[name], options.learn == "all"
+    asks, columns = options.learn == "all", _ALPACA_COLUMNS if name == "alpaca" else sides
 
     def pair(record: Record, where: str) -> list[Example]:
-        prompt, answer = write(record, where)
+        if name == "alpaca":
+            prompt, answer = _alpaca(record, where)
+        else:
+            prompt, answer = (text_of(record, side, where) for side in sides)
         if not answer.strip():
             raise BadRow(f"{where}: the answer is empty, so an immediate end would be learnt")
         return [((prompt, asks), (answer, True))]
@@ -308,11 +312,11 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
         ". A chat template (the tokenizer's, or data.template) writes 'system' and 'history' as turns, if the first"
         " record has these columns, empty or not"
     )
-    advice, decides = advice * (name == "alpaca"), "all" * asks
+    advice, decides = advice * (name == "alpaca"), "all" * asks + ", ".join(columns) * (sides != _COMPLETION)
     return Task(name, pair, is_whole=True, ends=True, fingerprint=decides, columns=columns, advice=advice)
 
 
-def _chat(name: str, key: str, turns: Turns) -> Task:
+def _chat(name: str, key: str, sides: tuple[str, ...], turns: Turns) -> Task:
     """Make a task of conversations (see ``Turns``); without a column, of messages of a prompt and its completion."""
 
     def examples(record: Record, where: str) -> list[Example]:
@@ -320,13 +324,15 @@ def _chat(name: str, key: str, turns: Turns) -> Task:
         if key:
             messages = messages_of(column(record, key, where), key, where)
             return turns.examples(with_system(messages, record, where), others, where)
-        sides = zip(_COMPLETION, ("user", "assistant"), strict=True)
-        prompt, completion = (_side(record, side, role, where) for side, role in sides)
+        prompt, completion = (
+            _side(record, side, role, where) for side, role in zip(sides, ("user", "assistant"), strict=True)
+        )
         prompt = with_system(prompt, record, where)
         return turns.examples(prompt + completion, others, where, first=len(prompt))
 
-    columns = (*((key,) if key else _COMPLETION), "system", "tools")
-    return Task(name, examples, True, ends=False, fingerprint=json.dumps([key, *turns.fingerprint]), columns=columns)
+    columns = (*((key,) if key else sides), "system", "tools")
+    decides = json.dumps([key or (", ".join(sides) if sides != _COMPLETION else ""), *turns.fingerprint])
+    return Task(name, examples, True, ends=False, fingerprint=decides, columns=columns)
 
 
 def _alpaca_talk(turns: Turns) -> Task:
@@ -388,6 +394,12 @@ def task_name(options: SourceOptions, sample: Record) -> str:
             f"data.source: the columns {', '.join(sample)} fit the tasks {' and '.join(names)}: set data.task, and name"
             " the columns that are not meant in data.ignore"
         )
+    if (
+        not names
+        and options.column not in sample
+        and all(any(map(sample.__contains__, one)) for one in (PROMPTS, ANSWERS))
+    ):
+        return "completion"
     return names[0] if names else "text"
 
 
@@ -421,16 +433,6 @@ def _alpaca(record: Record, where: str) -> tuple[str, str]:
 _ALPACA_COLUMNS = ("instruction", "input", "output")
 _TALKED = ("system", "history")
 """Columns by which Alpaca records are conversations, which the chat template writes, as in LLaMA-Factory."""
-
-
-_PAIRS = {
-    "completion": (
-        lambda record, where: (text_of(record, "prompt", where), text_of(record, "completion", where)),
-        _COMPLETION,
-    ),
-    "alpaca": (_alpaca, _ALPACA_COLUMNS),
-}
-"""What a task of prompts and answers reads, and from which columns."""
 
 
 def _side(record: Record, name: str, role: str, where: str, signs: tuple[str, ...] = ("[",)) -> list[Message]:

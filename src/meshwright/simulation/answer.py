@@ -394,5 +394,7 @@ class Foresight:
             if self.freed:
                 better = columns([row(one.candidate) for one in self.freed], HEADS)
                 parts.append(f"faster, without some of what was set ({', '.join(self.kept)})\n{better}")
-            parts.append(f"{self.simulated} candidates were compared. To train with the first:\n\n{first.toml()}")
+            several = "s were" if self.simulated != 1 else " was"
+            head = f"{self.simulated} candidate{several} compared. To train with the first, beside what you set:"
+            parts.append(f"{head}\n\n{first.toml()}")
         return "\n\n".join(parts)

@@ -33,6 +33,8 @@ FEW_STEPS, ENOUGH_STEPS = 30, 60
 """Steps below which a run is told that they are few, and those that the choice of a batch is to make."""
 CHANGED = 0.02
 """Relative change of a loss that is told at the end."""
+LEARNT = 0.05
+"""Loss in nats per token below which no longer run is advised."""
 PREFERENCE, TEXT = "preference", "text"
 """Tasks of data whose length and rate differ from those of conversations and answers."""
 GREETING = "Hello"
@@ -215,15 +217,25 @@ def few_steps(config: Config, data: Counted) -> str:
     )
 
 
-def more_or_fewer(config: Config, losses: Sequence[float], validations: Mapping[int, float]) -> str:
-    """Return advice on the length of a run that has ended; "" where its losses suggest no other.
+def more_or_fewer(
+    config: Config, losses: Sequence[float], validations: Mapping[int, float], *, is_of_pairs: bool = False
+) -> str:
+    """Return advice on the rate or length of a run that has ended; "" where its losses suggest no other.
 
     Args:
         losses: of each step that this process took.
-        validations: validation losses by step.
+        validations: validation losses by step; 0: before the first.
+        is_of_pairs: whether the losses are those of preference pairs, of which less is not always better.
     """
     best = min(validations, key=lambda step: validations[step], default=0)
     last = max(validations, default=0)
+    if last and 0 in validations and validations[last] > (1 + CHANGED) * validations[0]:
+        return (
+            f"the model got worse: the validation loss was {validations[0]:.4f} before the first step and is"
+            f" {validations[last]:.4f} now. A lower rate (optimizer.lr = {config.optimizer.lr / 10:.3g}) changes less"
+        )
+    if is_of_pairs:
+        return ""
     if 0 < best < last and validations[last] > (1 + CHANGED) * validations[best]:
         return (
             f"the validation loss was lowest at step {best}, {validations[best]:.4f}, and is {validations[last]:.4f}"
@@ -232,7 +244,7 @@ def more_or_fewer(config: Config, losses: Sequence[float], validations: Mapping[
     if (n := len(losses) // 5) < 2 or (last and best < last):
         return ""
     before, now = (sum(part) / n for part in (losses[-2 * n : -n], losses[-n:]))
-    if now > (1 - CHANGED) * before:
+    if now > (1 - CHANGED) * before or now < LEARNT:
         return ""
     key, value = ("epochs", config.epochs) if config.epochs and is_unset(config.steps) else ("steps", config.steps)
     return (

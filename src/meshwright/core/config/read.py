@@ -271,6 +271,8 @@ class _ConfigReader:
             hint = hint or nearest(value, choices)
         elif any(map(row_of, members)) and not (type(None) in members and value is None):
             hint = f" Write each as a table: [[{key}]]"
+        elif isinstance(value, Mapping) and key:
+            hint = f" {key} has no keys of its own: write {key} = …"
         return ConfigError(f"{self._at(key)}: {name} is {kind_words(value)}; expected {type_words(wanted)}.{hint}")
 
 

@@ -336,6 +336,7 @@ class DryRun:
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
             with _as_on(asked.device, account), account:
                 model.run_opened(model.refer(step))
+                account.look()  # all gradients are there, and are told from activations
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         most, peak = dict(account.most), dict(account.peak)

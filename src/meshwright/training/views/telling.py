@@ -197,7 +197,8 @@ class ClosingReport:
         """
         begun, before = (
             f"{loss:.4f} → " if loss is not None and self.step > 1 else ""
-            for loss in (self.first_loss, self.first_validation)
+            # losses of two steps are of other rows: where the held-out rows tell, they tell alone
+            for loss in (self.first_loss if self.first_validation is None else None, self.first_validation)
         )
         parts = [
             f"done: {self.step:,} step{'s' * (self.step > 1)}"
@@ -533,8 +534,9 @@ class Teller:
             self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: {again}")
         else:
             asked = self.r.request
-            tells = is_fine_tuning(asked) and not self.pair_figures  # less loss on pairs is not always better
-            if tells and (outlook := more_or_fewer(asked, self.losses, self.validations)):
+            are_pairs = bool(self.pair_figures)
+            outlook = more_or_fewer(asked, self.losses, self.validations, is_of_pairs=are_pairs)
+            if is_fine_tuning(asked) and outlook:
                 self.say(f"\n{outlook}")
             self.say("\n" + next_steps(self.folder.path, self.config, self.r.plan))
 
