@@ -56,8 +56,7 @@ class Watching(TorchDispatchMode):
     def __init__(self, model: ParallelModel, buckets: list[Any]):
         super().__init__()
         self.model, self.most, self.buckets = model, Held(), buckets
-        modules = [module for part in model.parts for module in fully_sharded.sharded_modules(part)]
-        self.groups: list[Any] = [group for module in modules for group in fully_sharded.groups_of_parameters(module)]
+        self.groups = [group for part in model.parts for group in fully_sharded.parameter_groups(part)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.look()

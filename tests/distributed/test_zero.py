@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright import Layout
 from meshwright.checkpoint import load, save
 from meshwright.core.losses import cross_entropy_sum
-from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process.world import get_world_info
+from meshwright.distributed.torch_private import groups_of_parameters
 
 pytestmark = pytest.mark.all
 
@@ -81,8 +81,7 @@ def held_gathered(model: ParallelModel) -> list[str]:
         name
         for part in model.parts
         for name, module in part.named_modules()
-        if isinstance(module, FSDPModule)
-        and any(group.is_unsharded for group in fully_sharded.groups_of_parameters(module))
+        if isinstance(module, FSDPModule) and any(group.is_unsharded for group in groups_of_parameters(module))
     ]
 
 

@@ -199,11 +199,7 @@ def shards_lost_between_microbatches():
     context = accumulation.context
 
     def forgetting(module, plan, is_last):
-        for group in [
-            group
-            for sharded in fully_sharded.sharded_modules(module)
-            for group in fully_sharded.groups_of_parameters(sharded)
-        ]:
+        for group in fully_sharded.parameter_groups(module):
             for parameter in group.fsdp_params:
                 parameter.sharded_param.grad = None
         return context(module, plan, is_last)

@@ -129,6 +129,7 @@ TORCH: tuple[PrivateName, ...] = (
     # --- modules and optimizers
     *names_in(
         "torch.nn.Module",
+        ("_modules", EVERYTHING, "modules() without a call for each level of each module"),
         ("_parameters", EVERYTHING, "a public view that shows absent parameters too"),
         ("_buffers", EVERYTHING, "a public view that shows absent buffers too"),
         ("_apply", EVERYTHING, "a public form that maps parameters and buffers"),

@@ -173,6 +173,22 @@ def accumulation_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
 # --- modules
 
 
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """List what ``modules()`` yields, which makes a call for each level above each module: every step asks."""
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        if (module := waiting.pop()) is not None and module not in found:
+            found[module] = None
+            waiting += reversed(module._modules.values())
+    return list(found)
+
+
+def parameters_in(root: nn.Module) -> list[nn.Parameter]:
+    """List what ``parameters()`` yields, by few calls."""
+    return list({id(p): p for m in modules_in(root) for p in m._parameters.values() if p is not None}.values())
+
+
 @needs("torch.nn.Module._non_persistent_buffers_set")
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return whether a buffer belongs to the state dict."""
@@ -188,16 +204,7 @@ def forward_hooks(
     module: nn.Module,
 ) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
     """Return the mutable tables of a module's forward pre-hooks and hooks."""
-    of_hooks = []
-    for register in (module.register_forward_pre_hook, module.register_forward_hook):
-        handle = register(_nothing)
-        of_hooks.append(handle.hooks_dict_ref())
-        handle.remove()
-    return of_hooks[0], of_hooks[1]
-
-
-def _nothing(*args: Any) -> None:
-    """Do nothing, as a hook whose handle refers to a table of hooks."""
+    return _table(module.register_forward_pre_hook), _table(module.register_forward_hook)
 
 
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -207,7 +214,7 @@ def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _table(register: Callable[..., Any]) -> MutableMapping[int, Callable[..., Any]]:
     """Return the table of hooks that a method registers in, which the handle of a hook refers to."""
-    handle = register(_nothing)
+    handle = register(lambda *unused: None)
     table = handle.hooks_dict_ref()
     handle.remove()
     return table

@@ -119,6 +119,7 @@ class ProcessGroupRanks:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
 
     def gather(self, x: Tensor, length: int) -> Tensor:
         return joined(self.gather_features(x), length)
@@ -182,7 +183,7 @@ class ProcessGroupRanks:
 
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received, mine = x.new_empty(elements), x.contiguous()
-        to, source = (dist.get_global_rank(self.group, (self.rank + by) % self.size) for by in (shift, -shift))
+        to, source = self._ranks[(self.rank + shift) % self.size], self._ranks[(self.rank - shift) % self.size]
         sides = [dist.P2POp(dist.isend, mine, to, self.group), dist.P2POp(dist.irecv, received, source, self.group)]
         return _waiting(dist.batch_isend_irecv(sides), received, mine)
 

@@ -226,15 +226,16 @@ class ParallelModel(nn.Module):
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
-        has_gradients = bool(parts or self._pipeline_groups)
-        is_finite = has_gradients and math.isfinite(norm)
+        is_finite = bool(parts or self._pipeline_groups) and math.isfinite(norm)
         is_finite = is_finite and (self._last_loss is None or math.isfinite(float(self._last_loss)))
         skipped = (skip is not None and agree.any_rank(skip)) or not is_finite
         if skipped:
             self.skipped_steps += 1
         else:
             if max_norm and norm > max_norm:
-                scale_gradients(local_gradients(self.parameters()), max_norm / (norm + EPSILON))
+                has_copies = self.plan.pipeline is not None and self.plan.pipeline.tied
+                every = local_gradients(self.parameters()) if has_copies else parts
+                scale_gradients(every, max_norm / (norm + EPSILON))
             optimizer_step.step(optimizer, self.plan.optimizer, self.device, self.mesh)
         if self.loss_scale is not None:
             self.loss_scale.follow(is_finite=is_finite)

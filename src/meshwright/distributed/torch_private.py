@@ -10,14 +10,14 @@ import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.devices import CUDA
 from meshwright.core.private_names import found, found_or_none, needs
-from meshwright.core.torch_private import by_values
+from meshwright.core.record import recall, remember
+from meshwright.core.torch_private import by_values, modules_in
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -232,12 +233,27 @@ def end_backward(root: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
-def one_of_each_unit(modules: Iterable[FSDPModule]) -> list[FSDPModule]:
-    """Return the first module of each unit, of which one may have several."""
-    found: dict[int, FSDPModule] = {}
-    for module in modules:
-        found.setdefault(id(_state(module)), module)
-    return list(found.values())
+class Units(dict[Any, list[Any]]):
+    """The first module of each unit, with torch's groups of its parameters; ``modules``: all that are sharded."""
+
+    modules: Sequence[FSDPModule] = ()
+
+    def __reduce__(self) -> Any:
+        return Units, ()  # a copy of the model has units of its own
+
+
+def units_of(model: nn.Module) -> Units:
+    """Return a model's units in module order; they are looked for again where other modules are sharded than before."""
+    modules = [module for module in modules_in(model) if isinstance(module, FSDPModule)]
+    known = (recall(model, Units) if modules else None) or Units()
+    if list(known.modules) != modules:
+        found: dict[int, FSDPModule] = {}
+        for module in modules:
+            found.setdefault(id(_state(module)), module)
+        known = Units((module, groups_of_parameters(module)) for module in found.values())
+        known.modules = modules
+        remember(model, known)
+    return known
 
 
 @needs(f"{_STATE}._mp_policy")

@@ -11,11 +11,10 @@ The softmax is carried on from block to block by its running maximum and sum (Mi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -55,15 +54,20 @@ class Box:
     is_causal: bool = False
     is_first: bool = True
 
-    @property
+    @cached_property
     def at(self) -> tuple[slice, ...]:
         """Where the queries are: an index of (rows, key heads, heads per key head, queries, …)."""
         return self.rows, slice(None), slice(None), self.queries
 
-    @property
+    @cached_property
     def keys_at(self) -> tuple[slice, ...]:
         """Where the keys are: an index of (rows, key heads, keys, …)."""
         return self.rows, slice(None), self.keys
+
+    @cached_property
+    def joined(self) -> tuple[int, int]:
+        """Dims that become one: heads of a key head lie behind each other as queries, but where keys are their own."""
+        return (1, 2) if self.is_causal else (2, 3)
 
 
 @dataclass(frozen=True)
@@ -100,33 +104,20 @@ class Fused:
             made: the output's gradient, the output, and the logarithms, all over all keys; shaped as the queries.
         """
         flat, keys, values = self._given(query, key, value, box)
-        gradient, output, sums = (_as_queries(x, box) for x in (*made[:2], made[2][..., None]))
-        for_query, for_key, for_value = self.backward(
-            gradient.to(flat.dtype),
-            flat,
-            keys,
-            values,
-            output.to(flat.dtype),
-            sums[..., 0],
-            is_causal=box.is_causal,
-            scale=scale,
-        )
+        gradient, output, sums = [x.flatten(*box.joined) for x in made]
+        given = gradient.to(flat.dtype), flat, keys, values, output.to(flat.dtype), sums
+        for_query, for_key, for_value = self.backward(*given, is_causal=box.is_causal, scale=scale)
         if box.is_causal and query.shape[2] > 1:
             for_key, for_value = (x.unflatten(1, query.shape[1:3]).sum(2) for x in (for_key, for_value))
         return for_query.reshape(query.shape), for_key, for_value
 
-    def _given(self, query: Tensor, key: Tensor, value: Tensor, box: Box) -> list[Tensor]:
+    def _given(self, query: Tensor, key: Tensor, value: Tensor, box: Box) -> Iterable[Tensor]:
         """Return queries, keys and values in the shapes and the dtype in which the kernel computes."""
         shared = query.shape[2]
         if box.is_causal and shared > 1:
             key, value = (x[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for x in (key, value))
-        given = _as_queries(query, box), key, value
-        return [wide(x) if self.kernel.widens else x for x in given]
-
-
-def _as_queries(x: Tensor, box: Box) -> Tensor:
-    """Heads that share a key head lie behind each other as queries, except where keys are the queries' own."""
-    return x.flatten(1, 2) if box.is_causal else x.flatten(2, 3)
+        given = query.flatten(*box.joined), key, value
+        return map(wide, given) if self.kernel.widens and query.dtype != torch.float32 else given
 
 
 FUSED = {
@@ -147,11 +138,14 @@ def wide(x: Tensor) -> Tensor:
 
 def fused_kernel(query: Tensor, value: Tensor, *, has_cap: bool, has_sinks: bool) -> Fused | None:
     """Return the fused kernel that computes an attention; None where it goes in blocks alone."""
-    dtype = str(query.dtype).removeprefix("torch.")
-    return FUSED.get(_chosen(Need(query.device.type, dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks)).name)
+    return _fused_for(query.device.type, query.dtype, query.shape[-1], value.shape[-1], has_cap, has_sinks)
 
 
-_chosen = functools.cache(lambda need: choose_kernel(need)[0])
+_fused_for = functools.cache(
+    lambda device, dtype, *rest: FUSED.get(
+        choose_kernel(Need(device, f"{dtype}".removeprefix("torch."), *rest))[0].name
+    )
+)
 
 
 # --- compute attention by a fused kernel where queries reach rectangles and triangles of keys
@@ -165,13 +159,12 @@ Found = TypeVar("Found")
 
 def once_for_each_reach(function: Callable[[KeyRanges], Found]) -> Callable[[KeyRanges], Found]:
     """Remember what a function found for a reach as long as that exists: all layers and the backward ask again."""
-    known: WeakKeyDictionary[KeyRanges, Found] = WeakKeyDictionary()
 
     @wraps(function)
     def of(reach: KeyRanges) -> Found:
-        if reach not in known:
-            known[reach] = function(reach)
-        return known[reach]
+        if (name := function.__name__) not in vars(reach):  # a field has another name
+            vars(reach)[name] = function(reach)
+        return vars(reach)[name]
 
     return of
 
@@ -288,7 +281,7 @@ class Attended:
     def add(self, query: Tensor, key: Tensor, value: Tensor, reach: KeyRanges, scores: Scores) -> None:
         """Attend to more keys; ``reach`` counts them."""
         found = scores.segments(reach, query, value)
-        query = query.unflatten(1, (key.shape[1], -1))
+        query = torch.unflatten(query, 1, (key.shape[1], -1))
         if self._is_empty and found is not None and _is_all(found[1], query):
             keys = found[1][0].keys_at
             self.output, self.logarithm = found[0].attend(query, key[keys], value[keys], found[1][0], scores.scale)
@@ -382,19 +375,17 @@ def gradients_of(
     """
     found = scores.segments(reach, query, value)
     heads = (key.shape[1], -1)
-    grouped = query.unflatten(1, heads)
-    for_output, output = (x.unflatten(1, heads) for x in (given.for_output, given.output))
-    logarithm = given.logarithm.unflatten(1, heads)
+    grouped, for_output = torch.unflatten(query, 1, heads), torch.unflatten(given.for_output, 1, heads)
+    output, logarithm = torch.unflatten(given.output, 1, heads), torch.unflatten(given.logarithm, 1, heads)
     if into is None and found is not None and _is_all(found[1], grouped):
         (part,) = found[1]
         if part.keys == slice(0, key.shape[2]):
             made = for_output, output, logarithm
             for_query, *others = found[0].gradients(grouped, key, value, part, scores.scale, made)
             return Gradients(for_query.flatten(1, 2), *others)
-    sums = Gradients(
-        torch.zeros_like(wide(query)) if into is None else into, *(torch.zeros_like(wide(x)) for x in (key, value))
-    )
-    for_query = sums.query.unflatten(1, heads)
+    zeros = map(torch.zeros_like, map(wide, (key, value)))
+    sums = Gradients(torch.zeros_like(wide(query)) if into is None else into, *zeros)
+    for_query = torch.unflatten(sums.query, 1, heads)
     if found is None:
         rest, logarithm = given.rest.unflatten(1, heads)[..., None], logarithm[..., None]
         logarithm = logarithm.masked_fill(logarithm == float("-inf"), 0)

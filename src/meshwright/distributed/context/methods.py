@@ -407,11 +407,11 @@ class Ring(Keys):
     def _unpacked(self, flat: Tensor, passed: int, key: Tensor, value: Tensor) -> list[Tensor]:
         """View the keys and values, or their gradients, of the part that is here after so many steps."""
         shapes = self._shapes(passed, key, value)
-        return [x.view(shape) for x, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True)]
+        return [*map(Tensor.view, flat.split_with_sizes([*map(math.prod, shapes)]), shapes)]
 
-    def _shapes(self, passed: int, *own: Tensor) -> list[tuple[int, ...]]:
+    def _shapes(self, passed: int, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         tokens = self.places[(self.position - passed) % len(self.places)].shape[1]
-        return [(*x.shape[:2], tokens, x.shape[3]) for x in own]
+        return (*key.shape[:2], tokens, key.shape[3]), (*value.shape[:2], tokens, value.shape[3])
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:

@@ -339,12 +339,11 @@ class Reaches:
         self._group = group
         self._known: dict[Any, KeyRanges | None] = {}
 
-    @by_values
     def of(self, mask: RowMask, rows: CutRows, count: int, device: torch.device = CPU) -> KeyRanges | None:
         """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
         if mask not in rows.memo:
             find = partial(self._of, count=count, device=device, is_known=mask.is_known)
-            rows.memo[mask] = mask.reach(rows.length, find)
+            rows.memo[mask] = by_values(mask.reach)(rows.length, find)
         return rows.memo[mask]
 
     def _of(

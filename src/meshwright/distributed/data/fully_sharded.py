@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -36,9 +36,9 @@ from meshwright.distributed.torch_private import (
     as_no_view,
     base_of,
     gathered,
-    groups_of_parameters,
     has_partial_sums,
     local_part,
+    units_of,
 )
 from meshwright.introspection.signature import with_logits
 from meshwright.planning.experts import ExpertPlan
@@ -152,6 +152,8 @@ def _without_views(module: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     written to before, torch 2.13 ends the process. Views of inputs and of parameters stay what they are: others use
     these.
     """
+    if isinstance(output, Tensor) and base_of(output) is None:
+        return output
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     others = {id(each) for leaf in given for each in (leaf, base_of(leaf))}
 
@@ -173,7 +175,7 @@ def begin_backward_at(root: Any, tensor: Tensor) -> None:
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """List a module of each unit, its first, in module order."""
-    return torch_private.one_of_each_unit(module for module in model.modules() if isinstance(module, FSDPModule))
+    return list(units_of(model))
 
 
 def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
@@ -187,12 +189,10 @@ def policy(precision: PrecisionPlan, unit: Unit | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(*dtypes, cast_forward_inputs=precision.cast_forward_inputs)
 
 
-def _named_units(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+def _named_units(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the first module of each unit, with its path."""
-    units = set(map(id, sharded_modules(model)))
-    for name, module in model.named_modules():
-        if id(module) in units:
-            yield name, cast(FSDPModule, module)
+    units = units_of(model)
+    yield from ((name, module) for name, module in (model.named_modules() if units else ()) if module in units)
 
 
 @contextmanager
@@ -202,23 +202,16 @@ def accumulation(model: nn.Module, data: DataParallel, is_last: bool) -> Iterato
     Parameters that ``data`` keeps gathered through a step are freed by the backward of its last microbatch, before
     anything can change the weights.
     """
-    modules, sync = sharded_modules(model), data.sync_grad_accum
+    asked = True, data.gathers_per_step, data.sync_grad_accum is False, data.sync_grad_accum is not True
     try:
-        for module in modules:
-            module.set_is_last_backward(is_last)
-            if data.gathers_per_step:
-                module.set_reshard_after_backward(is_last, recurse=False)
-            if sync == "shard":
-                module.set_requires_all_reduce(is_last, recurse=False)
-            elif sync is False:
-                module.set_requires_gradient_sync(is_last, recurse=False)
+        _set_backward(model, [is_last if each else None for each in asked])
         yield
     except BaseException:
         recover(model)
         raise
     finally:
         if not is_last:
-            _end_accumulation(model)
+            _set_backward(model)
 
 
 @contextmanager
@@ -229,61 +222,56 @@ def postponing(model: nn.Module, plan: Plan) -> Iterator[None]:
     """
     frees = {unit.name for unit in plan.units if unit.reshard_after_forward}
     for name, module in _named_units(model):
-        module.set_is_last_backward(False)
         module.set_reshard_after_backward(clean(name) in frees, recurse=False)
-        module.set_requires_gradient_sync(False, recurse=False)
+    _set_backward(model, (False, None, False, False))
     try:
         yield
     except BaseException:
         recover(model)
         raise
     finally:
-        _end_accumulation(model)
+        _set_backward(model)
 
 
-def _end_accumulation(model: nn.Module) -> None:
-    """Let each unit reduce its gradients and free its parameters in the next backward: torch's default."""
-    for module in sharded_modules(model):
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True, recurse=False)
-        module.set_requires_gradient_sync(True, recurse=False)
+def _set_backward(model: nn.Module, wanted: Sequence[bool | None] = (True,) * 4) -> None:
+    """Set whether the next backward is the last, and whether it frees, reduces and sums over replicas (None: leave)."""
+    is_last, frees, reduces, all_reduces = wanted
+    for number, (module, groups) in enumerate(units_of(model).items()):
+        if number == 0 and is_last is not None:
+            module.set_is_last_backward(is_last)  # all units share it with the root
+        for group in groups:
+            if frees not in (None, group.reshard_after_backward):
+                module.set_reshard_after_backward(frees, recurse=False)
+            if reduces not in (None, group.reduce_grads):
+                module.set_requires_gradient_sync(reduces, recurse=False)
+            if all_reduces not in (None, group.all_reduce_grads):
+                module.set_requires_all_reduce(all_reduces, recurse=False)
 
 
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce the postponed gradients, last blocks first, as torch does after a last backward."""
-    _end_accumulation(model)
+    _set_backward(model)
     _reduce_now(model)
 
 
 def reduce_between(model: nn.Module, plan: Plan) -> None:
     """Reduce the gradients postponed so far, inside ``postponing``, where more microbatches follow."""
-    modules = sharded_modules(model)
-    for module in modules:
-        module.set_requires_gradient_sync(True, recurse=False)
-        if plan.data.sync_grad_accum == "shard":
-            module.set_requires_all_reduce(False, recurse=False)
+    _set_backward(model, (None, None, True, plan.data.sync_grad_accum != "shard"))
     _reduce_now(model)
-    for module in modules:
-        module.set_requires_gradient_sync(False, recurse=False)
+    _set_backward(model, (None, None, False, False))
 
 
 def _reduce_now(model: nn.Module) -> None:
-    modules = sharded_modules(model)
-    for module in (*reversed(modules[1:]), *modules[:1]):
-        for group in groups_of_parameters(module):
-            group.post_backward()
-    for module in modules[:1]:
+    first, *others = units_of(model).values() or [[]]
+    for group in chain(*reversed(others), first):
+        group.post_backward()
+    for module in sharded_modules(model)[:1]:
         torch_private.end_backward(module)
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
     """List torch's own parameter groups, of all units of a model."""
-    return [group for module in sharded_modules(model) for group in groups_of_parameters(module)]
-
-
-def reduces(model: nn.Module) -> bool:
-    """Return whether a backward would now sum its gradients over all data ranks."""
-    return all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(model))
+    return [group for groups in units_of(model).values() for group in groups]
 
 
 def recover(model: nn.Module) -> None:
@@ -300,8 +288,9 @@ def recover(model: nn.Module) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, which would be stale after the next optimizer step if no backward follows."""
-    for module in sharded_modules(model):
-        module.reshard()
+    for group in parameter_groups(model):
+        if not group.is_sharded:
+            group.reshard()
 
 
 def _offload(plan: Plan) -> OffloadPolicy:
@@ -442,8 +431,8 @@ class GradientCheck:
 
     def _check(self) -> None:
         self._waits = False
-        if not reduces(self.model):
-            return
+        if not all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(self.model)):
+            return  # of a microbatch, whose gradients are not summed over all data ranks yet
         named = [(clean(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
         none = torch.zeros((), device=named[0][1].device)
         gradients = [none if p.grad is None else local_part(p.grad) for _, p in named]

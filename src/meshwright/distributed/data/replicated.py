@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
-from meshwright.core.torch_private import foreach_zero_, tree_leaves
+from meshwright.core.torch_private import foreach_zero_, parameters_in, tree_leaves
 from meshwright.distributed.memory.live import LiveStorages
 from meshwright.distributed.mesh import replica_axis
 from meshwright.distributed.torch_private import has_recorded_graph
@@ -29,9 +29,9 @@ from meshwright.planning.values import DataParallel
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """Names of the parameters whose gradients a DDP wrapper reduces."""
+    """The parameters whose gradients a DDP wrapper reduces, by name."""
 
-    names: frozenset[str]
+    parameters: dict[str, nn.Parameter]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,14 @@ def _show_tensors(model: nn.Module, output: Any, reduction: str) -> Any:
 def refuse_other_trained(module: nn.Module) -> None:
     """Raise ConfigError if requires_grad changed since DDP was built: DDP reduces the gradients known then."""
     known = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
-    if known is not None and known.names != (now := _trained(module)):
-        name = min(known.names ^ now)
+    of_ddp = {*map(id, known.parameters.values())} if known is not None else set()
+    if known is not None and of_ddp != {id(p) for p in parameters_in(module) if p.requires_grad}:
+        then, now = known.parameters, _trained(module)
+        name = min(name for name in {**then, **now} if then.get(name) is not now.get(name))
         raise ConfigError(
-            f"requires_grad of {name} was changed behind parallelize, and DDP reduces the gradients that it was told of"
-            f" at the start. Lay the model out again (a checkpoint carries it over), or set techniques.data_parallel ="
-            f" fully_shard, which follows."
+            f"requires_grad of {name} was changed behind parallelize, or another parameter put in its place, and"
+            f" DDP reduces the gradients that it knew at the start. Lay the model out again (a checkpoint carries it"
+            f" over), or set techniques.data_parallel = fully_shard, which follows."
         )
 
 
@@ -118,10 +120,9 @@ def refuse_unused(wrapped: nn.Module, data: DataParallel) -> None:
     """
     if not isinstance(wrapped, DistributedDataParallel) or data.idle:
         return
-    named = wrapped.module.named_parameters()
-    unused = [clean(name) for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-    options = dict(data.ddp_options)
-    if unused and not (options.get("find_unused_parameters") or options.get("static_graph")):
+    lacking, options = [p for p in parameters_in(wrapped) if p.requires_grad and p.grad is None], dict(data.ddp_options)
+    if lacking and not (options.get("find_unused_parameters") or options.get("static_graph")):
+        unused = [name for name, parameter in _trained(wrapped).items() if parameter.grad is None]
         raise UnsupportedError(
             f"the loss does not use {', '.join(unused[:3])} ({len(unused)} of the trained parameters), for whose"
             f" gradients DDP waits with those of others. Set techniques.data_parallel = fully_shard, which does not"
@@ -129,8 +130,8 @@ def refuse_unused(wrapped: nn.Module, data: DataParallel) -> None:
         )
 
 
-def _trained(model: nn.Module) -> frozenset[str]:
-    return frozenset(clean(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _sum(buckets: GradientBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -155,7 +156,7 @@ def accumulation(wrapped: DistributedDataParallel, data: DataParallel, is_last: 
         and recall(wrapped, Unreduced) != Unreduced(True)
         and dist.get_rank(wrapped.process_group) > 0
     ):
-        reduced = [parameter.grad for parameter in wrapped.parameters() if parameter.grad is not None]
+        reduced = [parameter.grad for parameter in parameters_in(wrapped) if parameter.grad is not None]
         if reduced:
             foreach_zero_(reduced)
     # torch records a static graph in the first backward, which must be a synced one

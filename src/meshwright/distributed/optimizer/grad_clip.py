@@ -19,7 +19,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.private_names import found, found_or_none
 from meshwright.distributed.mesh import groups_of
 from meshwright.distributed.pipeline.stage_module import PipelineStageModule
-from meshwright.distributed.torch_private import local_part
+from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.shards import SHARDS, PartsShard, pieces
 
 # --- step many tensors in one call of torch, whose functions for that are private
@@ -111,18 +111,17 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[GradientPart]:
     found: list[GradientPart] = []
     seen: dict[tuple[int, tuple[int, ...]], tuple[dist.ProcessGroup, ...]] = {}  # by mesh and the dims that cut
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        if (gradient := parameter.grad) is None:
             continue
         if not isinstance(gradient, DTensor):
             found.append(GradientPart(gradient))
             continue
-        mesh, cut, partial, in_parts = gradient.device_mesh, (), False, False
-        for dim, place in enumerate(gradient.placements):
-            if isinstance(place, SHARDS):
+        mesh, cut, partial, in_parts = (spec := spec_of(gradient)).mesh, (), False, False
+        for dim, place in enumerate(spec.placements):
+            if type(place) in SHARDS:
                 cut += (dim,)
-                in_parts = in_parts or isinstance(place, PartsShard)
-            elif isinstance(place, Partial):
+                in_parts = in_parts or type(place) is PartsShard
+            elif type(place) is not Replicate and isinstance(place, Partial):
                 partial = True
         if partial:
             summed = [Replicate() if isinstance(place, Partial) else place for place in gradient.placements]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from meshwright.comparison.sketch import TENSOR_WIDTH, sketch_part
+from meshwright.core.devices import is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.parts import FusedPart, LocalRange, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.distributed.process import agree
@@ -91,7 +92,10 @@ def own_streams(model: nn.Module, begins: nn.Module, is_wanted: Callable[[], boo
         if is_wanted() and not shared:
             number = drawn_number()
             shared.append(streams())
-            torch.manual_seed(seed_of(words[0], number, *words[1:]))
+            seed = seed_of(words[0], number, *words[1:])
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed traces the stack for each unused accelerator
+            for device in filter(is_accelerator, shared[0]):
+                torch.get_device_module(device).manual_seed_all(seed)
 
     def leave(*_: Any) -> None:
         if shared:

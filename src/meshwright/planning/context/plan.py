@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -422,7 +422,11 @@ class ContextPlan:
 
     def method_of(self, path: str) -> Method:
         """Return the method of one module's attention."""
-        return next(m for caller, m in zip(self.mixing.callers, self.methods, strict=True) if caller.path == path)
+        return self.methods_by_path[path]
+
+    @cached_property
+    def methods_by_path(self) -> dict[str, Method]:
+        return {caller.path: method for caller, method in zip(self.mixing.callers, self.methods, strict=True)}
 
 
 def plan_methods(mixing: Mixing, ranks: int, tensor_ranks: int, kind: Kind | Auto, compute: str) -> ContextPlan:
