@@ -213,6 +213,16 @@ def test_freezing_behind_the_layout_is_followed_or_refused(spmd):
         assert "was changed behind parallelize" in told
 
 
+@ranks(2)
+def test_a_parameter_put_in_anothers_place_is_refused_by_ddp_between_two_steps():
+    model = laid_out(DDP)
+    trained(model)
+    norm = model.get_submodule("transformer.ln_f")
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    told = said(lambda: trained(model))
+    assert "transformer.ln_f.weight was changed behind parallelize, or another parameter put in its place" in told
+
+
 # --- averages
 
 

@@ -91,8 +91,7 @@ class Fused:
 
         Queries are (rows, key heads, heads per key head, queries, features), keys (rows, key heads, keys, features).
         """
-        flat, keys, values = self._given(query, key, value, box)
-        output, logarithm = self.forward(flat, keys, values, is_causal=box.is_causal, scale=scale)
+        output, logarithm = self.forward(*self._given(query, key, value, box), is_causal=box.is_causal, scale=scale)
         return output.reshape(*query.shape[:4], -1), logarithm.reshape(query.shape[:4])
 
     def gradients(

@@ -415,7 +415,8 @@ class Ring(Keys):
 
 
 def _packed(key: Tensor, value: Tensor) -> Tensor:
-    return torch.cat((key.flatten(), value.flatten()))
+    alike = key.shape == value.shape  # one copy of heads that lie apart, instead of two
+    return torch.stack((key, value)).flatten() if alike else torch.cat((key.flatten(), value.flatten()))
 
 
 # --- trade tokens for heads
