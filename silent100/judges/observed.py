@@ -30,7 +30,7 @@ def main() -> None:
     one, noisy, many = (given.keep / name for name in ("one", "noisy", "many"))
     running = [observing(many, given.many)]
     if not noisy.exists():
-        running = [observing(one, given.one), observing(noisy, given.one, "--noise"), *running]
+        running = [observing(one, given.one, "--noisy", str(noisy)), *running]
     printed = [process.communicate()[0] for process in running]
     words = [*MESHWRIGHT, "blame", str(one), str(many), "--noisy", str(noisy), "--json"]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -54,8 +54,7 @@ def blame(*words: object) -> dict:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("alone")
-    observe(folder / "one", ALONE)
-    observe(folder / "noisy", ALONE, "--noise")
+    observe(folder / "one", ALONE, "--noisy", str(folder / "noisy"))
     return folder / "one", folder / "noisy"
 
 

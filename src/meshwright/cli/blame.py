@@ -7,6 +7,7 @@ kind of fault. Exit status 0: equal; 1: a fault.
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ def run(argv: list[str]) -> int:
     refuse_rest([word for word in rest if word.startswith("-")] + places[2:], "meshwright blame", BlameOptions)
     if len(places) != 2:
         raise ConfigError("blame takes two traces, that of one process first: meshwright blame one.trace many.trace")
+    gc.disable()  # among what torch creates there is nothing to collect
     from meshwright.observation.blame import Blame
     from meshwright.observation.traces import Run
 

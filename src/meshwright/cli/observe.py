@@ -5,8 +5,7 @@ TRACE is a folder with a file for each rank: the rows of the first steps, output
 back to them, the gradients that optimizers saw, and parameters and states after, each as a few numbers. A run whose
 script draws its own seeds, or dropout, differs from itself: 'meshwright blame' says so.
 
-  meshwright observe one -- python train.py
-  meshwright observe one-noisy --noise -- python train.py
+  meshwright observe one --noisy one-noisy -- python train.py
   meshwright observe many -- torchrun --nproc-per-node 4 train.py --tp 2
   meshwright blame one many --noisy one-noisy
 """
@@ -32,8 +31,9 @@ from .arguments import refuse_rest
 class ObserveOptions:
     steps: Annotated[int, Range("1 or more steps", lambda value: value >= 1)] = 3
     """Optimizer steps that are recorded (default: 3)."""
-    noise: bool = False
-    """Change outputs of modules by as much as their dtype rounds, to measure how far rounding goes."""
+    noisy: str = ""
+    """Folder of a second trace: outputs of modules are changed by as much as their dtype rounds, which tells how far
+    rounding goes. The script runs twice, this run first and without its output."""
     parameters_alone: bool = False
     """Record parameters, gradients and states, but no rows and no outputs of modules: faster, and less is said."""
     stop: bool = False
@@ -58,10 +58,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             "observe takes the folder of the trace first, like: meshwright observe one.trace -- python train.py"
         )
-    folder = Path(places[0]).absolute()
-    if folder.exists() and (not folder.is_dir() or any(not f.name.startswith("rank-") for f in folder.iterdir())):
-        raise ConfigError(f"{folder} is there and is no trace: give another name")
-    shutil.rmtree(folder, ignore_errors=True)
+    folder, *noisy = folders = [Path(place).absolute() for place in (places[0], options.noisy) if place]
+    for place in folders:
+        if place.exists() and (not place.is_dir() or any(not f.name.startswith("rank-") for f in place.iterdir())):
+            raise ConfigError(f"{place} is there and is no trace: give another name")
+        shutil.rmtree(place, ignore_errors=True)
     import meshwright.observation as observation
 
     site = str(Path(observation.__file__).parent / "site")
@@ -69,7 +70,7 @@ def run(argv: list[str]) -> int:
         "folder": str(folder),
         "steps": options.steps,
         "modules": not options.parameters_alone,
-        "noise": 1 if options.noise else None,
+        "noisy": str(noisy[0]) if noisy else None,
         "stop": options.stop,
     }
     path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))

@@ -31,11 +31,13 @@ from meshwright.observation.sketches import (
     local_of,
     marginals,
     names_in,
+    packed,
+    plain_of,
     sketch,
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 3"
+FORMAT = "meshwright trace 4"
 SAVE = torch.save  # before it notes what is saved
 WRAPPERS = {
     "DistributedDataParallel": ("module",),
@@ -65,16 +67,19 @@ def record(tensor: Any) -> dict[str, Any]:
     plain = local.detach()
     if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
         plain = plain.view(torch.uint8) if plain.dim() else plain.double()
-    norm = float(plain.double().norm()) if plain.numel() else 0.0
+    values = plain_of(plain)
+    norm = sum(float(run @ run) for run in values.reshape(-1).split(1 << 16)) ** 0.5
+    few = plain.reshape(-1)[:256]
+    fits = plain.is_floating_point() and norm and all(bool((v.bfloat16() == v).all()) for v in (few, plain))
     return {
         "shape": list(plain.shape),
-        "fits": bool(norm) and plain.is_floating_point() and bool((plain.bfloat16() == plain).all()),
+        "fits": bool(fits),
         "whole": list(whole) if whole else None,
         "offset": list(offset) if offset is not None else None,
         "placements": kind,
         "dtype": str(plain.dtype)[6:],
         "norm": norm,
-        "m": marginals(plain, offset, whole if offset is not None else None),
+        "m": marginals(values, offset, whole if offset is not None else None),
     }
 
 
@@ -434,7 +439,7 @@ class Recorder:
         content |= {"time": time.time(), "others": self.others, "step": step}
         os.makedirs(self.settings["folder"], exist_ok=True)
         path = os.path.join(self.settings["folder"], f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}.pt")
-        SAVE(content, path + ".partial")
+        SAVE(packed(content), path + ".partial")
         os.replace(path + ".partial", path)
 
     def write_left(self) -> dict[str, dict[str, Any]]:
@@ -500,7 +505,10 @@ DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
 def install() -> None:
     """Set the hooks; note the targets of torch's losses, draws of random numbers, and what is saved and loaded."""
     recorder = Recorder(json.loads(os.environ["MESHWRIGHT_OBSERVE"]))
-    quiet: Any = torch.compiler.disable
+
+    def quiet(note: Any) -> Any:  # the public way imports the compiler at once
+        return getattr(torch, "_disable_dynamo", torch.compiler.disable)(partial(note))
+
     nn.modules.module.register_module_forward_pre_hook(quiet(recorder.entered))
     nn.modules.module.register_module_forward_hook(quiet(recorder.ended), with_kwargs=True)
     register_optimizer_step_pre_hook(recorder.before_step)

@@ -10,6 +10,7 @@ the marginals of shards whose offsets are known add up to the whole's.
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import lru_cache
 from typing import Any
 
@@ -18,13 +19,17 @@ from torch import Tensor
 
 TOKENS = 1 << 14
 """Numbers of an output that are recorded, at most; beyond that, neighbours are added up."""
+BLOCK = 1024
+"""Numbers that are added up in their own precision, at most."""
+SMALL = 1 << 15
+"""Numbers of a tensor that is added up in float64, at most."""
 
 
 @lru_cache(maxsize=512)
-def signs(n: int, role: int = 0) -> Tensor:
-    """Draw a vector of ±1 that depends on its length and role alone, (n,) float64."""
+def signs(n: int, role: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw a vector of ±1 that depends on its length and role alone, (n,)."""
     generator = torch.Generator().manual_seed(7919 * n + role)
-    return torch.randint(0, 2, (n,), generator=generator, device="cpu").double() * 2 - 1
+    return torch.randint(0, 2, (n,), generator=generator, device="cpu").to(dtype) * 2 - 1
 
 
 def marginals(
@@ -32,22 +37,36 @@ def marginals(
 ) -> list[Tensor]:
     """Project a tensor on signs along all dims but one, for each dim: a list of (size,) float32.
 
+    Numbers are added up in their own precision in blocks of ``BLOCK``, and the blocks' sums in float64.
+
     Args:
+        tensor: in float32 or float64.
         offset, whole: the place of a shard in a tensor of shape ``whole``.
     """
-    values = tensor.detach().to("cpu", torch.float64)
-    if values.dim() == 0:
-        return [values.reshape(1).float()]
-    at = offset or (0,) * values.dim()
-    along = [signs(whole[d] if whole else size, d)[at[d] : at[d] + size] for d, size in enumerate(values.shape)]
-    found = []
-    for kept in range(values.dim()):
-        part = values
-        for dim in range(values.dim() - 1, -1, -1):
-            if dim != kept:
-                part = part.movedim(dim, -1) @ along[dim]
-        found.append(part.float())
-    return found
+    if tensor.dim() < 2:
+        return [tensor.reshape(-1).to(torch.float32, copy=True)]
+    if tensor.numel() <= SMALL:  # sums that nearly cancel are as exact as others there
+        tensor = tensor.double()
+    at = offset or (0,) * tensor.dim()
+    sizes = list(enumerate(tensor.shape))
+    along = [signs(whole[d] if whole else size, d, tensor.dtype)[at[d] : at[d] + size] for d, size in sizes]
+    found, left = [], tensor  # what is left once the last dims are added up
+    for dim in range(tensor.dim() - 1, -1, -1):
+        rows = left.reshape(torch.Size(tensor.shape[:dim]).numel(), tensor.shape[dim])
+        before = along[0] if dim else signs(1, 0, tensor.dtype).abs()
+        for other in along[1:dim]:
+            before = torch.outer(before, other).flatten()
+        parts = [before[i : i + BLOCK] @ rows[i : i + BLOCK] for i in range(0, max(1, len(rows)), BLOCK)]
+        found.append((torch.stack(parts).double().sum(0) if len(parts) > 1 else parts[0]).float())
+        pieces = zip(rows.split(BLOCK, 1), along[dim].split(BLOCK), strict=True)
+        left = torch.stack([a @ b for a, b in pieces]).double().sum(0).to(tensor.dtype)
+    return found[::-1]
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers on the CPU in float32; those of float64 and of whole numbers in float64."""
+    is_short = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.detach().to("cpu", torch.float32 if is_short else torch.float64)
 
 
 @torch.no_grad()
@@ -60,8 +79,10 @@ def local_of(tensor: Any) -> Tensor:
 def checksum(tensor: Any) -> int:
     """Add up the bits of what this rank holds; versions do not tell, since writes to ``.data`` leave them alone."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = local_of(tensor.detach())
-    return int(local.contiguous().view(bits[local.element_size()]).sum())
+    local = local_of(tensor.detach()).contiguous().view(-1)
+    words = 8 // local.element_size()
+    even = local.numel() % words == 0 == local.storage_offset() % words
+    return int(local.view(torch.int64 if even else bits[local.element_size()]).sum())
 
 
 def sketch(output: Any) -> dict[str, Any]:
@@ -70,15 +91,15 @@ def sketch(output: Any) -> dict[str, Any]:
     if hasattr(output, "placements"):
         kind = [str(p) for p in output.placements]
         output = local_of(output)
-    values = output.detach().to("cpu", torch.float64)
+    values = plain_of(output)
     shape = list(values.shape)
     if values.dim() == 1:
         values = values.unsqueeze(1)
     if values.dim() == 2:
         values = values.unsqueeze(1)
     values = values.flatten(2)
-    by_token = values @ signs(values.shape[2], 1)
-    by_feature = torch.einsum("btd,t->bd", values, signs(values.shape[1], 2))
+    by_token = values @ signs(values.shape[2], 1, values.dtype)
+    by_feature = signs(values.shape[1], 2, values.dtype) @ values
     return {
         "shape": shape,
         "placements": kind,
@@ -141,3 +162,29 @@ def names_in(value: Any) -> set[str]:
     items = value.items() if isinstance(value, dict) else ()
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return {str(key) for key, _ in items}.union(*map(names_in, inner)) if not isinstance(value, str) else set()
+
+
+def packed(content: dict[str, Any]) -> dict[str, Any]:
+    """Lay out a trace for a file, which names and lists in JSON and a few long tensors make small and fast."""
+    numbers: dict[str, list[Tensor]] = {"float32": [torch.zeros(0)], "float64": [torch.zeros(0, dtype=torch.float64)]}
+    begins = dict.fromkeys(numbers, 0)
+
+    def place(tensor: Tensor) -> dict[str, Any]:
+        name = str(tensor.dtype)[6:]
+        numbers[name].append(tensor.reshape(-1))
+        begins[name] += tensor.numel()
+        return {"#": [name, begins[name] - tensor.numel(), list(tensor.shape)]}
+
+    return {"json": json.dumps(content, default=place)} | {name: torch.cat(parts) for name, parts in numbers.items()}
+
+
+def unpacked(file: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``packed`` was given."""
+
+    def tensor(value: dict[str, Any]) -> Any:
+        if value.keys() != {"#"}:
+            return value
+        name, start, shape = value["#"]
+        return file[name][start : start + torch.Size(shape).numel()].view(shape)
+
+    return json.loads(file["json"], object_hook=tensor)

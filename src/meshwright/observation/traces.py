@@ -12,7 +12,9 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-FORMAT = "meshwright trace 3"
+from .sketches import unpacked
+
+FORMAT = "meshwright trace 4"
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
 
@@ -45,8 +47,9 @@ class Run:
                 f"{folder} holds no trace: no process of that run stepped an optimizer of torch.optim. Write one with:"
                 f" meshwright observe {folder} -- python train.py"
             )
-        parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-        if any(part.get("format") != FORMAT for part in parts):
+        read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+        parts = [unpacked(part) if "json" in part else part for part in read]
+        if any(part["format"] != FORMAT for part in parts):
             raise ConfigError(f"{folder} holds traces of another version of meshwright; observe the run anew")
         ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for entry in sorted(parts, key=lambda part: part["time"]):

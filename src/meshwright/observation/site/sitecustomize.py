@@ -1,8 +1,10 @@
 """Begin to record as soon as a script imports torch; Python runs this file at its start, from PYTHONPATH."""
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from typing import Any
@@ -27,6 +29,23 @@ def record() -> None:
     del sys.modules[sketches]  # the script's own meshwright, if it has one, is another
 
 
+def run_twice() -> None:
+    """Have a copy of this process, in which torch is imported, run the script with noise first."""
+    settings = json.loads(os.environ["MESHWRIGHT_OBSERVE"])
+    noisy = settings.pop("noisy", None)
+    child = 0
+    if noisy:
+        import torch._dynamo  # noqa: F401 - both would, where their optimizers step
+
+        child = os.fork()
+        if child == 0:
+            settings |= {"folder": noisy, "noise": 1}
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ["MESHWRIGHT_OBSERVE"] = json.dumps(settings)
+    if child:
+        os.waitpid(child, 0)
+
+
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Finds torch as usual, and installs the recorder once torch has been imported."""
 
@@ -39,7 +58,13 @@ class AfterTorch(importlib.abc.MetaPathFinder):
             execute = spec.loader.exec_module
 
             def execute_and_record(module: Any) -> None:
+                was_enabled = gc.isenabled()
+                gc.disable()  # to collect among what torch creates takes longer than to create it
                 execute(module)
+                gc.freeze()
+                if was_enabled:
+                    gc.enable()
+                run_twice()
                 record()
 
             spec.loader.exec_module = execute_and_record
