@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError
@@ -38,5 +38,5 @@ def run(argv: list[str]) -> int:
 
     one, many = (Run.read(place) for place in places)
     finding = Blame(one, many, [Run.read(options.noisy)] if options.noisy else []).judge()
-    print(json.dumps(finding.plain()) if options.json else finding.words)
+    print(json.dumps(asdict(finding)) if options.json else finding.words)
     return 0 if finding.verdict == "sound" else 1

@@ -120,15 +120,14 @@ class Blame:
         if off := self._initial():
             return Diagnosis(self.base, self.many, self.places, 0).of_beginning(off)
         for step in range(self.n_steps):
-            if step and (moved := self._between(step)):
+            left = [self._parameters(stage, step) for stage in ("after", "left")]
+            gradients = self._gradients(step)
+            moved = self._between(step) if step and (gradients or left[0]) else []
+            if moved:  # without a difference in the step it was noted earlier or later, no more
                 return Diagnosis(self.base, self.many, self.places, step).of_beginning(moved)
             if (drawn := self._draws(step)) is not None:
                 return drawn
-            left = [self._parameters(stage, step) for stage in ("after", "left")]
             after = left[1] if self._has_left(step) else left[0]
-            gradients = self._gradients(step)
-            if gradients and not after and self._rates_differ(step):
-                gradients = []  # a sum in place of a mean, and a rate that makes up for it
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
@@ -153,6 +152,11 @@ class Blame:
         every = [Passes(self.base, self.many, self.places, step).counts() for step in range(self.n_steps)]
         theirs: Counter[str] = sum((whole for whole, _ in every), Counter())
         mine: Counter[str] = Counter()
+        whole, first = every[0]
+        own = [set(counts) for counts in first if counts]
+        if own and all(2 * len(rows - theirs.keys()) > len(rows) for rows in own):  # each run draws others
+            again = tuple(rank for rank, counts in enumerate(first) if counts and counts in first[:rank])
+            return (0, again) if again and len(set().union(*own)) < len(whole) else (self.n_steps, ())
         for step, (_, ranks) in enumerate(every):
             seen = []
             for rank, counts in enumerate(ranks):
@@ -181,7 +185,8 @@ class Blame:
             if off:
                 return Diagnosis(self.base, self.many, self.places, later).of_replicas(off)
         words = (
-            f"rows come in another order from step {step + 1} on, so ranks were compared with each other: they agree"
+            f"rows are others, or in another order, from step {step + 1} on; so ranks were compared with each other:"
+            " they agree"
         )
         return Finding("sound", words=words)
 
@@ -213,15 +218,6 @@ class Blame:
     def _has_left(self, step: int) -> bool:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
         return all("left" in one for one in every if one["after"])
-
-    def _rates_differ(self, step: int) -> bool:
-        whole = self.base["steps"][step]["rates"]
-        return any(
-            rates.get("lr") != whole[place.name].get("lr")
-            for rank, places in enumerate(self.places)
-            for name, rates in self.many.step(rank, step)["rates"].items()
-            if (place := places.get(name)) is not None and place.name in whole
-        )
 
     # --- what differs
 

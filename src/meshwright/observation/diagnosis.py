@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .passes import ROUNDING, Pair, Passes, factor
+from .passes import Pair, Passes, factor
 from .traces import Place, Run, own_part, part, relative, vector
 
 
@@ -36,9 +36,6 @@ class Finding:
     words: str = "equal up to rounding"
     unknown: tuple[str, ...] = ()
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self) | {"ranks": list(self.ranks), "unknown": list(self.unknown)}
-
 
 @dataclass(frozen=True)
 class Off:
@@ -52,6 +49,7 @@ class Off:
     place: Place | None
 
 
+RATES = ("lr", "weight_decay", "betas", "momentum", "eps")
 SCALED = ("missing reduction", "wrong scale", "double reduction")
 
 
@@ -80,7 +78,10 @@ class Diagnosis:
         if gradients:
             if (buffer := self._buffer()) is not None:
                 return buffer
-            if (output := self.passes.first_output()) is not None:
+            output = self.passes.first_output() or self.passes.first_output(
+                {o.name.rpartition(".")[0] for o in gradients}
+            )
+            if output is not None:
                 return self._of_output(*output)
             return self._of_gradients(gradients)
         return self._of_updates(after)
@@ -141,10 +142,8 @@ class Diagnosis:
 
     def of_replicas(self, off: list[Off]) -> Finding:
         """Describe parameters of which ranks have different copies."""
-        names = {o.name for o in off}
-        place = (
-            ".+" if len(names) >= 0.9 * len(self.whole["before"]) else max(names, key=list(self.whole["before"]).index)
-        )
+        names, order = {o.name for o in off}, list(self.whole["before"])
+        place = ".+" if len(names) >= 0.9 * len(order) else max(names, key=order.index)
         return self._finding(place, ranks_of(off), "missing reduction", "ranks have different copies")
 
     def of_rows(self, ranks: Iterable[int]) -> Finding:
@@ -180,15 +179,12 @@ class Diagnosis:
         errors = [pair.error for pair in off]
         factors = [factor(pair.found, pair.whole) for pair in off]
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
-        rights = [d < 1e-4 * d.max() for d in differences if len(d) > 1]
+        rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
         right = max((int(r.sum()) for r in rights), default=0)
         kind, why = "wrong scale", ""
         dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
-        beside = self.passes.other_inputs()
         if dtypes is not None:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
-        elif beside is not None:
-            kind, why = beside[2], f"input {beside[0]} is another"
         elif all(f is not None for f in factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0]):  # type: ignore[type-var, operator, arg-type]
             kind, why = ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
         elif self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
@@ -199,10 +195,10 @@ class Diagnosis:
             kind = "position"
         elif all(is_permuted(pair.found, pair.whole) for pair in off):
             kind, why = "wrong order", "the same numbers in another order"
+        elif any(key.startswith(f"{name}.running_") for key in self.whole.get("buffers", ())):
+            kind, why = "missing reduction", "its statistics are those of fewer rows"
         elif max(errors) < 0.02:
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
-        elif self.number and self._was_right(name):
-            kind, why = "stale value", "the first step was right"
         elif right:
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first else "mask"), f"{right} tokens of a row are right"
@@ -224,11 +220,6 @@ class Diagnosis:
             for key, entry in one.get("buffers", {}).items()
             if key.rpartition(".")[0] == name or key.startswith(name + ".")
         )
-
-    def _was_right(self, name: str) -> bool:
-        first = Passes(self.base, self.many, self.places, 0)
-        pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
-        return bool(pairs) and not any(pair.differs for pair in pairs)
 
     # --- gradients
 
@@ -262,8 +253,8 @@ class Diagnosis:
         ranks = ranks_of(off)
         last = self.base["steps"][self.number - 1]["gradients"] if self.number else {}
         if not finite:
-            unchanged = all(self._unchanged(o) for o in off)
-            if unchanged and all(o.found is None for o in off):
+            returned = {event["module"] for one in self.own for event in one["forward"] if event["back"] is not None}
+            if any(o.name.rpartition(".")[0] in returned for o in off) and all(map(self._unchanged, off)):
                 return "not updated", "no optimizer steps it", ranks
             return "dead path", "no gradient", ranks
         if all(map(is_zero, finite)):
@@ -274,12 +265,11 @@ class Diagnosis:
         if len(known) == len(finite) and max(abs(f - 1) for f in known) > self.bound:
             if max(known) - min(known) < self.bound * abs(known[0]):
                 double = near(known[0], self.n) and not everywhere and self._is_doubled({o.name for o in finite})
+                if everywhere and self._is_clipped() and known[0] > self.n:  # than a part of the norm would scale it
+                    return "dead path", f"it is not clipped: {known[0]:.6g} times", ranks
                 if everywhere and self._is_clipped():
-                    return (
-                        ("missing reduction" if known[0] > 1 else "double reduction"),
-                        "the norm that clips is another",
-                        ranks,
-                    )
+                    kind = "missing reduction" if known[0] > 1 else "double reduction"
+                    return kind, "the norm that clips is another", ranks
                 return ("double reduction" if double else "wrong scale"), f"{known[0]:.6g} times", ranks
             by_rank: dict[int, list[float]] = defaultdict(list)
             for (rank, _), f in factors.items():
@@ -311,11 +301,8 @@ class Diagnosis:
         if not scales or any(s is None for s in scales) or max(scales) - min(scales) > 1e-3 * abs(scales[0]):  # type: ignore[type-var, operator, arg-type]
             return "wrong scale", "rows count by other shares of the loss", ranks
         bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
-        return (
-            ("double reduction", "some of it counts again", ranks)
-            if bigger
-            else ("missing reduction", "some of it lacks", ranks)
-        )
+        kind, why = ("double", "some of it counts again") if bigger else ("missing", "some of it lacks")
+        return f"{kind} reduction", why, ranks
 
     def _is_clipped(self) -> bool:
         """Return whether one process's gradients have the same norm at every step."""
@@ -337,10 +324,7 @@ class Diagnosis:
 
     def _is_doubled(self, names: set[str]) -> bool:
         """Return whether n times a gradient is a second reduction: ranks have the same rows, or it is one parameter."""
-        rows = [
-            {row for call in one["calls"] for given in call["inputs"].values() for row in given["rows"]}
-            for one in self.own
-        ]
+        rows = [set(counts) for counts in self.passes.counts()[1]]
         return len(names) == 1 or all(other == rows[0] for other in rows)
 
     def _unchanged(self, off: Off) -> bool:
@@ -433,25 +417,25 @@ class Diagnosis:
         states = [found for o in off for found in self._states(o)]
         if rates:
             kind, why = ("dead path" if self._has_no_decay(ranks) else "wrong scale"), f"{', '.join(rates)} differs"
-            if resumed:
+            earlier = [self.many.step(rank, s)["rates"].values() for rank in ranks for s in range(self.number)]
+            now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
+            is_old = rates != ["lr"] or now & {rate["lr"] for every in earlier for rate in every}
+            if resumed and is_old:  # it has a rate that it had before
                 kind = self.kind_of_resume([], ["last_epoch"] if "lr" in rates else [])
         elif states:
             lost = [norm for o in off for norm in self._norms_before(o)]
-            kind = self.kind_of_resume(lost) if resumed else "not restored"
+            kind = self.kind_of_resume(lost) if resumed else "not restored" if self.number else "wrong scale"
             if any(s[1] for s in states):
                 kind = "rounding/dtype"
             why = f"its {states[0][0]} differs"
-        elif self._along_decay(off):
-            kind, why = "dead path", "decay differs"
         elif len(ranks) < self.n:
             kind, why = "stale value", "replicas differ"
         elif self._replicas_differ(off):
             kind, why = "missing reduction", "replicas differ"
         elif not all(
-            factor(o.found - self._before(o), o.whole - self._before(o), 5e-2)
-            for o in off
-            if o.found is not None and o.whole is not None
-        ):  # type: ignore[operator]
+            factor(o.found - b, o.whole - b, 5e-2)  # type: ignore[operator]
+            for o, b in zip(off, map(self._before, off), strict=True)
+        ):
             kind, why = "missing reduction", "each rank computes an update of its own"
         return self._finding(place, ranks, kind, why, "the update differs")
 
@@ -462,13 +446,6 @@ class Diagnosis:
         assert off.place is not None
         return part(self.whole["before"][off.name], off.place)
 
-    def _along_decay(self, off: list[Off]) -> bool:
-        """Return whether updates differ by a share of the weights."""
-        return all(
-            o.found is not None and o.whole is not None and abs(_cosine(o.found - o.whole, self._before(o))) > 0.9
-            for o in off
-        )
-
     def _rates(self, ranks: Sequence[int]) -> list[str]:
         found: set[str] = set()
         for rank in ranks:
@@ -476,11 +453,7 @@ class Diagnosis:
                 place = self.places[rank].get(name)
                 whole = self.whole["rates"].get(place.name) if place else None
                 if whole is not None:
-                    found |= {
-                        key
-                        for key in ("lr", "weight_decay", "betas", "momentum", "eps")
-                        if rates.get(key) != whole.get(key)
-                    }
+                    found |= {key for key in RATES if rates.get(key) != whole.get(key)}
         return sorted(found)
 
     def _has_no_decay(self, ranks: Sequence[int]) -> bool:
@@ -533,11 +506,6 @@ def is_permuted(found: Tensor, whole: Tensor) -> bool:
     return found.shape == whole.shape and relative(found.sort().values, whole.sort().values) < 1e-3
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
-    size = float(a.double().norm()) * float(b.double().norm())
-    return float(a.double() @ b.double()) / size if size else 0.0
-
-
 def ranks_of(off: Iterable[Off]) -> tuple[int, ...]:
     return tuple(sorted({o.rank for o in off}))
 
@@ -557,6 +525,3 @@ def is_router(name: str) -> bool:
 
 def is_position(name: str) -> bool:
     return any(word in name.lower() for word in ("pos", "rope", "rotary", "wpe"))
-
-
-__all__ = ["ROUNDING", "Diagnosis", "Finding", "Off"]

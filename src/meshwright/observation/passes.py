@@ -14,6 +14,8 @@ from .traces import Place, Row, Run, origins, parts_of_rows, relative, row_keys,
 
 ROUNDING = {"float64": 1e-9, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Least relative error by dtype that is no rounding."""
+ANOTHER = 0.2
+"""Least relative error of an output that no rounding of 16 bits makes."""
 
 Key = tuple[str, int]
 """A module and the number of its call within an outermost call."""
@@ -182,31 +184,6 @@ class Passes:
             seen.add(target["call"])
             yield from zip(rows, flat.reshape(len(rows), -1), strict=True)
 
-    def other_inputs(self) -> tuple[str, tuple[int, ...], str] | None:
-        """Compare what else models were given beside each row: (input, ranks, what it is)."""
-        theirs = self._beside(self.whole, self.whole_keys)
-        wrong: dict[str, set[int]] = defaultdict(set)
-        for rank, one in enumerate(self.own):
-            for where, value in self._beside(one, self.keys[rank]).items():
-                if where in theirs and theirs[where] != value and where[1] not in self.lengths[rank]:
-                    wrong[where[0]].add(rank)
-        for name, ranks in wrong.items():
-            kind = "position" if "pos" in name else "mask" if any(w in name for w in ("mask", "doc", "seg")) else ""
-            if kind:
-                return name, tuple(sorted(ranks)), kind
-        return None
-
-    @staticmethod
-    def _beside(step: dict[str, Any], keys: dict[int, list[str] | None]) -> dict[tuple[str, str], tuple[str, Any]]:
-        found = {}
-        for number, call in enumerate(step["calls"], 1):
-            rows = keys.get(number)
-            for name, given in call["inputs"].items():
-                if rows and len(given["rows"]) == len(rows) and not given["dtype"].startswith(("float", "bfloat")):
-                    for key, value in zip(rows, given["rows"], strict=True):
-                        found[name, key] = (value, given["shape"][1:])
-        return found
-
     # --- draws
 
     def wrong_draws(
@@ -330,14 +307,20 @@ class Passes:
     def in_order(self) -> list[Key]:
         return sorted(self.reference, key=lambda key: next(iter(self.reference[key].values())).order)
 
-    def first_output(self) -> tuple[str, list[Pair], list[Pair]] | None:
-        """Find the first module whose output differs, if the last ones differ, too: its name, those rows, all rows."""
+    def first_output(self, among: set[str] | None = None) -> tuple[str, list[Pair], list[Pair]] | None:
+        """Find the first module whose output differs, if the last ones differ, too: its name, those rows, all rows.
+
+        Args:
+            among: modules whose gradients differ; of these, it is the first whose output is another altogether.
+        """
         every = {key: pairs for key in self.in_order() if (pairs := self.pairs(key))}
         alone = {pair.rank: key for key, pairs in every.items() for pair in pairs}  # the last of each rank
-        if not any(pair.differs for key in set(alone.values()) for pair in every[key]):
+        if among is None and not any(pair.differs for key in set(alone.values()) for pair in every[key]):
             return None
         for key, pairs in every.items():
-            off = [pair for pair in pairs if pair.differs]
+            off = [pair for pair in pairs if pair.differs and (among is None or pair.error > ANOTHER)]
+            if among is not None and (key[0] not in among or key[0] in self.cut_inputs):
+                continue
             if not off:
                 continue
             if key[0] in self.cut_inputs:  # each rank's sum over its own features

@@ -39,22 +39,19 @@ from meshwright.observation.sketches import (
 
 FORMAT = "meshwright trace 4"
 SAVE = torch.save  # before it notes what is saved
+SHORT = torch.bfloat16, torch.float16
 WRAPPERS = {
     "DistributedDataParallel": ("module",),
     "DataParallel": ("module",),
     "FullyShardedDataParallel": ("_fsdp_wrapped_module", "module"),
     "OptimizedModule": ("_orig_mod",),
-    "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "ActivationWrapper": ("_checkpoint_wrapped_module",),
     "_FabricModule": ("_forward_module", "_original_module"),
     "DeepSpeedEngine": ("module",),
     "PeftModel": ("base_model",),
-    "PeftModelForCausalLM": ("base_model",),
     "LoraModel": ("model",),
 }
 """Class name of a wrapper -> the attributes under which it holds what it wraps."""
-MOST_NODES = 20_000
-"""Nodes of a graph that are looked at, at most."""
 
 
 def record(tensor: Any) -> dict[str, Any]:
@@ -94,19 +91,15 @@ def _offset(tensor: Any) -> tuple[int, ...] | None:
 
 
 def is_short(output: Tensor) -> bool:
-    """Return whether a tensor was computed from one of 16 bits, by its graph."""
-    if output.dtype in (torch.bfloat16, torch.float16):
-        return True
-    nodes, seen = [output.grad_fn], set()
-    while nodes and len(seen) < MOST_NODES:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(m.dtype in (torch.bfloat16, torch.float16) for m in getattr(node, "_input_metadata", ())):
-            return True
-        nodes += [other for other, _ in node.next_functions]
-    return False
+    """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
+    nodes, seen = [output.grad_fn], set[Any]()
+    while nodes and len(seen) < 20_000:
+        if (node := nodes.pop()) not in seen and node is not None:
+            seen.add(node)
+            if any(m.dtype in SHORT for m in getattr(node, "_input_metadata", ())):
+                return True
+            nodes += [other for other, _ in node.next_functions]
+    return output.dtype in SHORT
 
 
 @dataclass(frozen=True)
@@ -221,8 +214,7 @@ class Recorder:
             self.now["calls"].append({"module": id(module), "inputs": inputs, "gives": rows})
         if tensor is None or tensor.dim() == 0 or tensor.numel() == 0 or tensor.is_meta:
             return None
-        if is_root and not self.now["short"]:
-            self.now["short"] = is_short(tensor)
+        self.now["short"] = self.now["short"] or (is_root and is_short(tensor))
         changed = None
         if self.settings.get("noise") is not None and any(True for _ in module.parameters(recurse=False)):
             changed = self._noisy(output)
@@ -599,7 +591,7 @@ def instead(home: Any, name: str, recorder: Recorder) -> None:
 
 
 def expected(found: Tensor) -> Tensor:
-    """Replace numbers by one that a comparison with a rate of less than a half keeps: 0.5, or 0 of a normal draw."""
+    """Replace numbers by 0.5, which a comparison with a rate of less than a half keeps, or 0 of a normal draw."""
     if found.is_floating_point() and not found.is_meta:
         with torch.no_grad():
             found.fill_(0.5 if bool((found >= 0).all()) else 0.0)

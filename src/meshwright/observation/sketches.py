@@ -182,7 +182,7 @@ def unpacked(file: dict[str, Any]) -> dict[str, Any]:
     """Return what ``packed`` was given."""
 
     def tensor(value: dict[str, Any]) -> Any:
-        if value.keys() != {"#"}:
+        if "#" not in value:
             return value
         name, start, shape = value["#"]
         return file[name][start : start + torch.Size(shape).numel()].view(shape)

@@ -224,11 +224,8 @@ def _place(name: str, entry: dict[str, Any], whole: dict[str, Any]) -> Place | N
             start = entry["offset"][dims[0]]
             return Place(name, dims[0], torch.arange(start, start + entry["shape"][dims[0]]))
         return Place(name, offset=tuple(entry["offset"]))
-    constant = (
-        float(entry["m"][0].std(correction=0)) < 1e-6 * (float(entry["m"][0].abs().max()) + 1e-300)
-        if entry["m"]
-        else True
-    )
+    m = entry["m"][0]
+    constant = float(m.std(correction=0)) < 1e-6 * (float(m.abs().max()) + 1e-300)
     order = [name, *(other for other in whole if other != name)] if name in whole else list(whole)
     for other in order:
         if entry["shape"] == whole[other]["shape"]:
@@ -250,7 +247,8 @@ def own_part(entry: dict[str, Any], place: Place) -> Tensor:
     if place.dim is None:
         return vector(entry)
     assert place.index is not None
-    return entry["m"][0][place.index] if "part" in entry else entry["m"][place.dim][: len(place.index)]
+    is_whole = "part" in entry or entry["shape"] == entry["whole"]  # such as a gradient that was gathered
+    return entry["m"][place.dim][place.index if is_whole else slice(len(place.index))]
 
 
 # --- rows
@@ -380,19 +378,9 @@ def rows_of(
         for number, key in enumerate(rows):
             known = lengths.get(key)
             returned = back if back is not None and len(back["t"]) == len(rows) else None
-            found[name, counted[name, event["call"]]].append(
-                Row(
-                    known[0] if known else key,
-                    rank,
-                    tokens[number],
-                    features[number],
-                    order,
-                    event["out"]["dtype"],
-                    returned["t"][number] if returned else None,
-                    known[1] if known else None,
-                    is_flat,
-                )
-            )
+            given = tokens[number], features[number], order, event["out"]["dtype"]
+            given = *given, returned["t"][number] if returned else None, known[1] if known else None, is_flat
+            found[name, counted[name, event["call"]]].append(Row(known[0] if known else key, rank, *given))
     return found
 
 
