@@ -35,8 +35,9 @@ def run_twice() -> None:
     noisy = settings.pop("noisy", None)
     child = 0
     if noisy:
-        import torch._dynamo  # noqa: F401 - both would, where their optimizers step
+        import torch
 
+        torch.compiler.disable(others)  # imports the compiler, as both would where their optimizers step
         child = os.fork()
         if child == 0:
             settings |= {"folder": noisy, "noise": 1}
