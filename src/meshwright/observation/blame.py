@@ -128,6 +128,8 @@ class Blame:
             if (drawn := self._draws(step)) is not None:
                 return drawn
             after = left[1] if self._has_left(step) else left[0]
+            if gradients and not after and (left[0] or self._rates_differ(step)):
+                gradients = []  # weights are averaged in their place, or a rate makes up for a sum in place of a mean
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
@@ -218,6 +220,15 @@ class Blame:
     def _has_left(self, step: int) -> bool:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
         return all("left" in one for one in every if one["after"])
+
+    def _rates_differ(self, step: int) -> bool:
+        whole = self.base["steps"][step]["rates"]
+        return any(
+            rates.get("lr") != whole[place.name].get("lr")
+            for rank, places in enumerate(self.places)
+            for name, rates in self.many.step(rank, step)["rates"].items()
+            if (place := places.get(name)) is not None and place.name in whole
+        )
 
     # --- what differs
 

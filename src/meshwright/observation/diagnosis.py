@@ -185,6 +185,8 @@ class Diagnosis:
         dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
         if dtypes is not None:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
+        elif (beside := self.passes.other_inputs()) is not None:
+            kind, why = beside[2], f"input {beside[0]} is another"
         elif all(f is not None for f in factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0]):  # type: ignore[type-var, operator, arg-type]
             kind, why = ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
         elif self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
@@ -199,6 +201,8 @@ class Diagnosis:
             kind, why = "missing reduction", "its statistics are those of fewer rows"
         elif max(errors) < 0.02:
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
+        elif self.number and self._was_right(name):
+            kind, why = "stale value", "the first step was right"
         elif right:
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first else "mask"), f"{right} tokens of a row are right"
@@ -220,6 +224,11 @@ class Diagnosis:
             for key, entry in one.get("buffers", {}).items()
             if key.rpartition(".")[0] == name or key.startswith(name + ".")
         )
+
+    def _was_right(self, name: str) -> bool:
+        first = Passes(self.base, self.many, self.places, 0)
+        pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
+        return bool(pairs) and not any(pair.differs for pair in pairs)
 
     # --- gradients
 

@@ -184,6 +184,31 @@ class Passes:
             seen.add(target["call"])
             yield from zip(rows, flat.reshape(len(rows), -1), strict=True)
 
+    def other_inputs(self) -> tuple[str, tuple[int, ...], str] | None:
+        """Compare what else models were given beside each row: (input, ranks, what it is)."""
+        theirs = self._beside(self.whole, self.whole_keys)
+        wrong: dict[str, set[int]] = defaultdict(set)
+        for rank, one in enumerate(self.own):
+            for where, value in self._beside(one, self.keys[rank]).items():
+                if where in theirs and theirs[where] != value and where[1] not in self.lengths[rank]:
+                    wrong[where[0]].add(rank)
+        for name, ranks in wrong.items():
+            kind = "position" if "pos" in name else "mask" if any(w in name for w in ("mask", "doc", "seg")) else ""
+            if kind:
+                return name, tuple(sorted(ranks)), kind
+        return None
+
+    @staticmethod
+    def _beside(step: dict[str, Any], keys: dict[int, list[str] | None]) -> dict[tuple[str, str], tuple[str, Any]]:
+        found = {}
+        for number, call in enumerate(step["calls"], 1):
+            rows = keys.get(number)
+            for name, given in call["inputs"].items():
+                if rows and len(given["rows"]) == len(rows) and not given["dtype"].startswith(("float", "bfloat")):
+                    for key, value in zip(rows, given["rows"], strict=True):
+                        found[name, key] = (value, given["shape"][1:])
+        return found
+
     # --- draws
 
     def wrong_draws(
