@@ -128,8 +128,8 @@ class Blame:
             if (drawn := self._draws(step)) is not None:
                 return drawn
             after = left[1] if self._has_left(step) else left[0]
-            if gradients and not after and (left[0] or self._rates_differ(step)):
-                gradients = []  # weights are averaged in their place, or a rate makes up for a sum in place of a mean
+            if gradients and not after and (self._rates_differ(step) or self._is_made_up(gradients)):
+                gradients = []  # a rate makes up for a sum in place of a mean, or weights are averaged in their place
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
@@ -220,6 +220,11 @@ class Blame:
     def _has_left(self, step: int) -> bool:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
         return all("left" in one for one in every if one["after"])
+
+    def _is_made_up(self, gradients: list[Off]) -> bool:
+        """Return whether equal weights came of gradients that no factor makes equal, as Adam's updates are for one."""
+        pairs = [(o.found, o.whole) for o in gradients]
+        return all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
 
     def _rates_differ(self, step: int) -> bool:
         whole = self.base["steps"][step]["rates"]
