@@ -81,19 +81,19 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (18, 4890, 21),
-    "cli": (20, 2340, 16),
+    "checkpoint": (18, 4900, 21),
+    "cli": (20, 2370, 16),
     "comparison": (4, 790, 0),
-    "core": (19, 3170, 5),
-    "data": (16, 6560, 40),
-    "distributed": (88, 21170, 108),
+    "core": (19, 3180, 5),
+    "data": (16, 6570, 40),
+    "distributed": (88, 21180, 108),
     "integrations": (9, 1750, 12),
     "introspection": (37, 10250, 50),
     "models": (4, 720, 5),
-    "observation": (8, 2610, 41),
+    "observation": (8, 2660, 41),
     "planning": (34, 8750, 44),
     "simulation": (13, 4380, 25),
-    "training": (41, 10760, 45),
+    "training": (41, 10770, 45),
     "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
