@@ -102,14 +102,36 @@ def test_what_has_no_place_in_one_process_is_never_called_equal(alone: tuple[Pat
     assert found["unknown"] == ["1.bias", "1.weight"] and "place in one process is unknown: 1.bias" in found["words"]
 
 
+BY_HAND = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+for step in range(3):
+    model(torch.ones(2, 4)).square().sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= (0.2 if {doubled} and step == 1 and p.dim() > 1 else 0.1) * p.grad
+            {forget}
+"""
+
+
+@pytest.mark.parametrize("forget", ["p.grad = None", "p.grad.zero_()"])
+def test_parameters_that_a_script_updates_itself_are_observed(tmp_path: Path, forget: str):
+    for name, doubled in (("right", False), ("wrong", True)):
+        observe(tmp_path / name, [sys.executable, "-c", BY_HAND.format(doubled=doubled, forget=forget)])
+    found = blame(tmp_path / "right", tmp_path / "wrong")
+    assert (found["step"], found["place"]) in ((2, "0.weight"), (2, "2.weight")) and "update" in found["words"]
+    assert blame(tmp_path / "right", tmp_path / "right")["verdict"] == "sound"
+
+
 @pytest.mark.follows("meshwright observe")
 def test_what_cannot_be_observed_is_said(tmp_path: Path):
     idle = [sys.executable, "-c", "import torch; print(torch.ones(1))"]
     words = [*MESHWRIGHT, "observe", str(tmp_path / "idle"), "--", *idle]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "no process of the command stepped an optimizer" in done.stdout
+    assert done.returncode == 1 and "no process of the command changed a module's parameters" in done.stdout
     done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "idle", tmp_path / "x"], capture_output=True, text=True)
-    assert done.returncode == 2 and "no process of that run stepped an optimizer of torch.optim" in done.stderr
+    assert done.returncode == 2 and "no process of that run changed a module's parameters" in done.stderr
     printed = shlex.split(found_in("Write one with: meshwright (observe .*)", done.stderr))
     (tmp_path / "train.py").write_text(OTHER.format(last=3))
     words = [*MESHWRIGHT, *printed[: printed.index("python")], sys.executable, tmp_path / printed[-1]]

@@ -14,7 +14,7 @@ import json
 import os
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.observation.sketches import (
+    Piece,
     checksum,
     first_tensor,
     hashes,
     ids_of,
     local_of,
-    marginals,
     names_in,
     packed,
-    plain_of,
+    pieces_of,
+    record,
     sketch,
     tensors_by_name,
 )
@@ -54,42 +55,6 @@ WRAPPERS = {
 """Class name of a wrapper -> the attributes under which it holds what it wraps."""
 
 
-def record(tensor: Any) -> dict[str, Any]:
-    """Describe a parameter, its gradient or its state."""
-    local, offset, whole, kind = tensor.detach(), None, None, []
-    if hasattr(local, "placements"):
-        whole, kind = tuple(local.shape), [str(p) for p in local.placements]
-        offset = _offset(local)
-        local = local_of(local)
-    plain = local.detach()
-    if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
-        plain = plain.view(torch.uint8) if plain.dim() else plain.double()
-    values = plain_of(plain)
-    norm = sum(float(run @ run) for run in values.reshape(-1).split(1 << 16)) ** 0.5
-    few = plain.reshape(-1)[:256]
-    fits = plain.is_floating_point() and norm and all(bool((v.bfloat16() == v).all()) for v in (few, plain))
-    return {
-        "shape": list(plain.shape),
-        "fits": bool(fits),
-        "whole": list(whole) if whole else None,
-        "offset": list(offset) if offset is not None else None,
-        "placements": kind,
-        "dtype": str(plain.dtype)[6:],
-        "norm": norm,
-        "m": marginals(values, offset, whole if offset is not None else None),
-    }
-
-
-def _offset(tensor: Any) -> tuple[int, ...] | None:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(offset)
-    except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
-        return None
-
-
 def is_short(output: Tensor) -> bool:
     """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
     nodes, seen = [output.grad_fn], set[Any]()
@@ -100,51 +65,6 @@ def is_short(output: Tensor) -> bool:
                 return True
             nodes += [other for other, _ in node.next_functions]
     return output.dtype in SHORT
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a stepped tensor holds of one parameter.
-
-    Attributes:
-        name: the parameter's, free of wrappers.
-        whole: its shape where the tensor is a flat shard (FSDP1), else None.
-        start, count: the shard's elements of the flattened parameter.
-        begins: where they begin in the tensor.
-    """
-
-    name: str
-    whole: tuple[int, ...] | None = None
-    start: int = 0
-    count: int = 0
-    begins: int = 0
-
-    def record(self, tensor: Any) -> dict[str, Any]:
-        """Describe this parameter's part of a tensor; a flat shard as the whole with zeros around it."""
-        if self.whole is None:
-            return record(tensor)
-        local = tensor.detach().reshape(-1)[self.begins : self.begins + self.count]
-        padded = local.new_zeros(torch.Size(self.whole).numel())
-        padded[self.start : self.start + self.count] = local
-        return record(padded.view(self.whole)) | {"part": [self.start, self.count]}
-
-
-def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
-    """List what the flat parameter of an FSDP1 module, or its views, hold of the parameters: by id of the tensor."""
-    flat = getattr(getattr(fsdp, "_handle", None), "flat_param", None)
-    if flat is None:
-        return {}
-    found: dict[int, tuple[Any, list[Piece]]] = {id(flat): (flat, [])}
-    begins = 0
-    for number, (name, shape, shard) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
-        n = shard.numel_in_shard if shard.in_shard else 0
-        begins = shard.offset_in_shard if shard.in_shard else begins
-        piece = Piece(path + name, tuple(shape), shard.intra_param_start_idx or 0, n, begins)
-        found[id(flat)][1].append(piece)
-        if flat._params is not None:
-            view = flat._params[number]
-            found[id(view)] = view, [Piece(piece.name, piece.whole, piece.start, n)]
-    return found
 
 
 class Recorder:
@@ -176,6 +96,8 @@ class Recorder:
         self.last: tuple[Any, int, dict[str, Any] | None] = (lambda: None, -1, None)
         self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
         self.versions: dict[int, int] = {}
+        self.by_hand: bool | None = None
+        self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def _new(self) -> dict[str, Any]:
         lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")
@@ -188,8 +110,10 @@ class Recorder:
         if self.closed or in_backward() or self.depth:
             return
         if not self.stack:
-            if self.stepped and torch.is_grad_enabled():
-                self.finish_step()
+            if torch.is_grad_enabled():
+                self.find_step(module)
+                if self.stepped:
+                    self.finish_step()
             self.roots[id(module)] = module
         self.stack.append(id(module))
 
@@ -246,12 +170,12 @@ class Recorder:
         self.depth += 1
         if self.closed or self.depth > 1 or makes_states(optimizer):
             return
+        self.by_hand = False
         if id(optimizer) in self.stepped:
             self.finish_step()
         if self.closed:
             return
-        if dist.is_available() and dist.is_initialized():  # at exit there may be no group any more
-            self.met = dist.get_rank(), dist.get_world_size()
+        self._meet()
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         if self.find_names(stepped) or not self.now["before"]:
             self.now["before"] = self.parameters()
@@ -270,6 +194,41 @@ class Recorder:
                 for piece in self.held.get(id(parameter), (None, []))[1]:
                     self.now["gradients"][piece.name] = None if gradient is None else piece.record(gradient)
                     self.now["rates"][piece.name] = rates
+
+    def _meet(self) -> None:
+        if dist.is_available() and dist.is_initialized():  # at exit there may be no group any more
+            self.met = dist.get_rank(), dist.get_world_size()
+
+    def find_step(self, module: nn.Module | None = None) -> None:
+        """Take changes of parameters since gradients came for a step, where no optimizer is one of torch.optim's."""
+        if self.by_hand is None:
+            self.by_hand = not any(issubclass(type(found), torch.optim.Optimizer) for found in gc.get_objects())
+        if not self.by_hand or self.closed:
+            return
+        self._meet()
+        known = self.held.keys() | ()
+        if module is not None and self.find_names([*module.parameters()]):
+            for key, (tensor, _) in self.held.items():
+                if tensor.is_leaf and tensor.requires_grad and key not in known:
+                    tensor.register_post_accumulate_grad_hook(self._arrive)
+        before, now = self.now["before"], self.parameters()
+        if not any(name in before and now[name] is not before[name] for name in now) or not self.arrived:
+            self.now["before"] = now
+            return
+        for name, (tensor, piece) in self._by_name().items():
+            given, copied = self.arrived.get(id(tensor), (None, None))
+            gradient = given if tensor.grad is None else tensor.grad
+            if gradient is not None:
+                at_hand = (
+                    gradient if copied is None or bool(local_of(gradient).any()) else copied
+                )  # zeroed for the next
+                self.now["gradients"][name] = piece.record(at_hand)
+            self.now["rates"][name] = {}
+        self.now["after"], self.stepped, self.arrived = now, {id(self)}, {}
+
+    def _arrive(self, parameter: Tensor) -> None:
+        gradient = parameter.grad  # None where another hook has moved it elsewhere
+        self.arrived[id(parameter)] = gradient, None if gradient is None else gradient.detach().clone()
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth -= 1
@@ -444,6 +403,8 @@ class Recorder:
         """Write what the last step left, and that the process ended as Python ends."""
         if os.path.isdir(self.settings["folder"]):
             open(os.path.join(self.settings["folder"], f"rank-{self.met[0]:05d}-{os.getpid()}-ended"), "w").close()
+        if not self.closed and not self.now["after"]:
+            self.find_step()
         if not self.closed and self.now["after"]:
             self.write_left()
 

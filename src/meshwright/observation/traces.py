@@ -44,7 +44,7 @@ class Run:
         files = sorted(Path(folder).glob("rank-*.pt"))
         if not files:
             raise ConfigError(
-                f"{folder} holds no trace: no process of that run stepped an optimizer of torch.optim. Write one with:"
+                f"{folder} holds no trace: no process of that run changed a module's parameters. Write one with:"
                 f" meshwright observe {folder} -- python train.py"
             )
         read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
