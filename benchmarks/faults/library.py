@@ -324,8 +324,8 @@ DATA = [
     Fault(
         "the last microbatch's gradients are the ones that do not travel",
         "distributed/data/fully_sharded.py",
-        "module.set_requires_gradient_sync(is_last, recurse=False)",
-        "module.set_requires_gradient_sync(not is_last, recurse=False)",
+        "[is_last if each else None for each in asked]",
+        "[is_last != (number == 2) if each else None for number, each in enumerate(asked)]",
         PLAIN,
         FSDP,
         GRADIENT,
