@@ -164,12 +164,6 @@ def units(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def groups(model: nn.Module) -> list[Any]:
-    return [
-        group for module in fully_sharded.sharded_modules(model) for group in fully_sharded.groups_of_parameters(module)
-    ]
-
-
 @ranks(2)
 def test_what_is_applied():
     mesh = init_distributed(DP2)
@@ -183,9 +177,9 @@ def test_what_is_applied():
         for last in (False, True):
             with model.accumulation_context(last):
                 loss = loss_of(model)
-                held.append(sum(group.is_unsharded for group in groups(model)))
+                held.append(sum(group.is_unsharded for group in fully_sharded.parameter_groups(model)))
                 loss.backward()
-            kept.append(sum(group.is_unsharded for group in groups(model)))
+            kept.append(sum(group.is_unsharded for group in fully_sharded.parameter_groups(model)))
         found[strategy] = shard, held, kept, axis_sizes(first.device_mesh)
     in_half = nvfsdp_strategy_parallelize(
         decoder(torch.bfloat16), mesh, preserve_fp32_weights=True, grad_reduce_in_fp32=True
@@ -210,13 +204,13 @@ def test_what_is_applied():
     found["quiet"] = all(
         state._states_to_backward_prefetch == [state] and not state._states_to_forward_prefetch for state in states
     )
-    found["waits"] = {type(group._reduce_scatter_comm).__name__ for group in groups(quiet)}
-    found["default"] = {type(group._reduce_scatter_comm).__name__ for group in groups(plain)}
+    found["waits"] = {type(group._reduce_scatter_comm).__name__ for group in fully_sharded.parameter_groups(quiet)}
+    found["default"] = {type(group._reduce_scatter_comm).__name__ for group in fully_sharded.parameter_groups(plain)}
     gradients = {}
     for switch in ({}, {"average_in_collective": True}, {"calculate_per_token_loss": True}):
         model = nvfsdp_strategy_parallelize(decoder(), mesh, **switch)
         loss_of(model).backward()
-        group = groups(model)[0]
+        group = fully_sharded.parameter_groups(model)[0]
         divides = group.force_sum_reduction_for_comms, group.gradient_divide_factor
         gradients[next(iter(switch), "")] = to_cpu(model.head.weight.grad), divides
     found["gradients"] = gradients
