@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10250, 50),
     "models": (4, 720, 5),
-    "observation": (8, 2710, 42),
+    "observation": (9, 2720, 42),
     "planning": (34, 8750, 44),
     "simulation": (13, 4380, 25),
     "training": (41, 10770, 45),

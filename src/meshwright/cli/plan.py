@@ -176,11 +176,9 @@ def forecast(config: Config, options: PlanOptions) -> int:
     return 0
 
 
-def as_trained(config: Config, ranks: int) -> tuple[Config, str]:
-    """Return a config with rows, steps and length as training would choose them from its data, and why they are not.
-
-    Args:
-        ranks: of which each may read rows of its own, so rows per step are a multiple.
+def as_trained(config: Config, world: int) -> tuple[Config, str]:
+    """Return a config with rows, steps and length as training on so many ranks would choose them from its data; or the
+    config as it is, and why.
     """
     if not (is_fine_tuning(config) and (length_follows(config) or batch_follows(config))):
         return config, ""
@@ -193,7 +191,8 @@ def as_trained(config: Config, ranks: int) -> tuple[Config, str]:
     why = f"it has more than {LARGEST_READ // 2**20} MiB"
     if sum(file.stat().st_size for file in files) <= LARGEST_READ:
         try:
-            tokenizer = run_tokenizer(config, lambda _: None)
+            sizes, tokenizer = config.layout.resolve(world), run_tokenizer(config, lambda _: None)
+            ranks = sizes.dp_replicate * sizes.dp_shard
             return build_feed(config, tokenizer, 0, ranks, Progress(), accepts=lambda _: True).config, ""
         except (MeshwrightError, OSError) as error:
             why = str(error).splitlines()[0].rstrip(":")
@@ -235,7 +234,9 @@ def run(argv: list[str]) -> int:
     if is_forecast and (options.world is not None or options.device):
         raise ConfigError("--gpus and --gpu stand for --world and --device: leave these out")
     config = read_config(argv, prog="meshwright plan", trusted=options.trust)
-    config, uncounted = as_trained(config, options.gpus or 1)
+    from meshwright.training.launch import process_count
+
+    config, uncounted = as_trained(config, options.gpus or options.world or process_count(config))
     for said in () if options.json else filter(None, (of_forecast(config), uncounted)):
         print(f"{said}\n", flush=True)
     if is_forecast:
@@ -243,7 +244,6 @@ def run(argv: list[str]) -> int:
     from meshwright.planning.explain import table
     from meshwright.training.build import batch_of, estimated_memory, facts_of, plan_run
     from meshwright.training.capacity import Capacity, whether_it_fits
-    from meshwright.training.launch import process_count
     from meshwright.training.memory import host_memory
     from meshwright.training.model_source import model_source, planned_tokenizer
 

@@ -14,7 +14,7 @@ import json
 import os
 import time
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -23,24 +23,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.observation.patches import after, before, expected
 from meshwright.observation.sketches import (
-    Piece,
     checksum,
     first_tensor,
     hashes,
     ids_of,
     local_of,
+    marginals,
+    name_of,
     names_in,
     packed,
-    pieces_of,
-    record,
+    plain_of,
     sketch,
     tensors_by_name,
 )
 
 FORMAT = "meshwright trace 4"
-SAVE = torch.save  # before it notes what is saved
 SHORT = torch.bfloat16, torch.float16
+SAVE = torch.save  # before it notes what is saved
 WRAPPERS = {
     "DistributedDataParallel": ("module",),
     "DataParallel": ("module",),
@@ -55,6 +56,42 @@ WRAPPERS = {
 """Class name of a wrapper -> the attributes under which it holds what it wraps."""
 
 
+def record(tensor: Any) -> dict[str, Any]:
+    """Describe a parameter, its gradient or its state."""
+    local, offset, whole, kind = tensor.detach(), None, None, []
+    if hasattr(local, "placements"):
+        whole, kind = tuple(local.shape), [str(p) for p in local.placements]
+        offset = _offset(local)
+        local = local_of(local)
+    plain = local.detach()
+    if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
+        plain = plain.view(torch.uint8) if plain.dim() else plain.double()
+    values = plain_of(plain)
+    norm = sum(float(run @ run) for run in values.reshape(-1).split(1 << 16)) ** 0.5
+    few = plain.reshape(-1)[:256]
+    fits = plain.is_floating_point() and norm and all(bool((v.bfloat16() == v).all()) for v in (few, plain))
+    return {
+        "shape": list(plain.shape),
+        "fits": bool(fits),
+        "whole": list(whole) if whole else None,
+        "offset": list(offset) if offset is not None else None,
+        "placements": kind,
+        "dtype": str(plain.dtype)[6:],
+        "norm": norm,
+        "m": marginals(values, offset, whole if offset is not None else None),
+    }
+
+
+def _offset(tensor: Any) -> tuple[int, ...] | None:
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return tuple(offset)
+    except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
+        return None
+
+
 def is_short(output: Tensor) -> bool:
     """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
     nodes, seen = [output.grad_fn], set[Any]()
@@ -65,6 +102,51 @@ def is_short(output: Tensor) -> bool:
                 return True
             nodes += [other for other, _ in node.next_functions]
     return output.dtype in SHORT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a stepped tensor holds of one parameter.
+
+    Attributes:
+        name: the parameter's, free of wrappers.
+        whole: its shape where the tensor is a flat shard (FSDP1), else None.
+        start, count: the shard's elements of the flattened parameter.
+        begins: where they begin in the tensor.
+    """
+
+    name: str
+    whole: tuple[int, ...] | None = None
+    start: int = 0
+    count: int = 0
+    begins: int = 0
+
+    def record(self, tensor: Any) -> dict[str, Any]:
+        """Describe this parameter's part of a tensor; a flat shard as the whole with zeros around it."""
+        if self.whole is None:
+            return record(tensor)
+        local = tensor.detach().reshape(-1)[self.begins : self.begins + self.count]
+        padded = local.new_zeros(torch.Size(self.whole).numel())
+        padded[self.start : self.start + self.count] = local
+        return record(padded.view(self.whole)) | {"part": [self.start, self.count]}
+
+
+def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
+    """List what the flat parameter of an FSDP1 module, or its views, hold of the parameters: by id of the tensor."""
+    flat = getattr(getattr(fsdp, "_handle", None), "flat_param", None)
+    if flat is None:
+        return {}
+    found: dict[int, tuple[Any, list[Piece]]] = {id(flat): (flat, [])}
+    begins = 0
+    for number, (name, shape, shard) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
+        n = shard.numel_in_shard if shard.in_shard else 0
+        begins = shard.offset_in_shard if shard.in_shard else begins
+        piece = Piece(path + name, tuple(shape), shard.intra_param_start_idx or 0, n, begins)
+        found[id(flat)][1].append(piece)
+        if flat._params is not None:
+            view = flat._params[number]
+            found[id(view)] = view, [Piece(piece.name, piece.whole, piece.start, n)]
+    return found
 
 
 class Recorder:
@@ -218,11 +300,10 @@ class Recorder:
         for name, (tensor, piece) in self._by_name().items():
             given, copied = self.arrived.get(id(tensor), (None, None))
             gradient = given if tensor.grad is None else tensor.grad
+            if gradient is not None and copied is not None and not bool(local_of(gradient).any()):
+                gradient = copied  # it is zeroed for the next step already
             if gradient is not None:
-                at_hand = (
-                    gradient if copied is None or bool(local_of(gradient).any()) else copied
-                )  # zeroed for the next
-                self.now["gradients"][name] = piece.record(at_hand)
+                self.now["gradients"][name] = piece.record(gradient)
             self.now["rates"][name] = {}
         self.now["after"], self.stepped, self.arrived = now, {id(self)}, {}
 
@@ -420,16 +501,6 @@ def makes_states(optimizer: Any) -> bool:
     return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
 
 
-def name_of(tensor: Any) -> str:
-    """Find the name under which an object or a dict of the script holds a tensor."""
-    for holder in gc.get_referrers(tensor):
-        if type(holder) is dict and holder is not globals():
-            for key, value in holder.items():
-                if value is tensor and isinstance(key, str) and key not in ("p", "param", "parameter", "_"):
-                    return key
-    return ""
-
-
 class _Returned:
     """Notes the gradient that comes back to an output."""
 
@@ -494,32 +565,6 @@ def install() -> None:
     os.register_at_fork(after_in_child=forked)  # a child of a process that trains is no rank
 
 
-def before(home: Any, name: str, note: Any) -> None:
-    """Have a function of torch note its arguments first."""
-    plain = getattr(home, name)
-
-    @wraps(plain)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note(*args, **kwargs)
-        return plain(*args, **kwargs)
-
-    setattr(home, name, noted)
-
-
-def after(home: Any, name: str, note: Any) -> None:
-    """Have a method of torch note its result."""
-    plain = getattr(home, name)
-
-    @wraps(plain)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = plain(self, *args, **kwargs)
-        if not args and kwargs.get("destination") is None:
-            note(found)
-        return found
-
-    setattr(home, name, noted)
-
-
 def instead(home: Any, name: str, recorder: Recorder) -> None:
     """Have a function that draws random numbers note its generator's state, and return a value that needs no luck.
 
@@ -549,11 +594,3 @@ def instead(home: Any, name: str, recorder: Recorder) -> None:
         return given["input"] if name in DROPOUTS else expected(found)
 
     setattr(home, name, drawn)
-
-
-def expected(found: Tensor) -> Tensor:
-    """Replace numbers by 0.5, which a comparison with a rate of less than a half keeps, or 0 of a normal draw."""
-    if found.is_floating_point() and not found.is_meta:
-        with torch.no_grad():
-            found.fill_(0.5 if bool((found >= 0).all()) else 0.0)
-    return found

@@ -9,9 +9,9 @@ the marginals of shards whose offsets are known add up to the whole's.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -191,85 +191,11 @@ def unpacked(file: dict[str, Any]) -> dict[str, Any]:
     return json.loads(file["json"], object_hook=tensor)
 
 
-# --- describe parameters, also where a tensor holds parts of several
-
-
-def record(tensor: Any) -> dict[str, Any]:
-    """Describe a parameter, its gradient or its state."""
-    local, offset, whole, kind = tensor.detach(), None, None, []
-    if hasattr(local, "placements"):
-        whole, kind = tuple(local.shape), [str(p) for p in local.placements]
-        offset = _offset(local)
-        local = local_of(local)
-    plain = local.detach()
-    if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
-        plain = plain.view(torch.uint8) if plain.dim() else plain.double()
-    values = plain_of(plain)
-    norm = sum(float(run @ run) for run in values.reshape(-1).split(1 << 16)) ** 0.5
-    few = plain.reshape(-1)[:256]
-    fits = plain.is_floating_point() and norm and all(bool((v.bfloat16() == v).all()) for v in (few, plain))
-    return {
-        "shape": list(plain.shape),
-        "fits": bool(fits),
-        "whole": list(whole) if whole else None,
-        "offset": list(offset) if offset is not None else None,
-        "placements": kind,
-        "dtype": str(plain.dtype)[6:],
-        "norm": norm,
-        "m": marginals(values, offset, whole if offset is not None else None),
-    }
-
-
-def _offset(tensor: Any) -> tuple[int, ...] | None:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(offset)
-    except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
-        return None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a stepped tensor holds of one parameter.
-
-    Attributes:
-        name: the parameter's, free of wrappers.
-        whole: its shape where the tensor is a flat shard (FSDP1), else None.
-        start, count: the shard's elements of the flattened parameter.
-        begins: where they begin in the tensor.
-    """
-
-    name: str
-    whole: tuple[int, ...] | None = None
-    start: int = 0
-    count: int = 0
-    begins: int = 0
-
-    def record(self, tensor: Any) -> dict[str, Any]:
-        """Describe this parameter's part of a tensor; a flat shard as the whole with zeros around it."""
-        if self.whole is None:
-            return record(tensor)
-        local = tensor.detach().reshape(-1)[self.begins : self.begins + self.count]
-        padded = local.new_zeros(torch.Size(self.whole).numel())
-        padded[self.start : self.start + self.count] = local
-        return record(padded.view(self.whole)) | {"part": [self.start, self.count]}
-
-
-def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
-    """List what the flat parameter of an FSDP1 module, or its views, hold of the parameters: by id of the tensor."""
-    flat = getattr(getattr(fsdp, "_handle", None), "flat_param", None)
-    if flat is None:
-        return {}
-    found: dict[int, tuple[Any, list[Piece]]] = {id(flat): (flat, [])}
-    begins = 0
-    for number, (name, shape, shard) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
-        n = shard.numel_in_shard if shard.in_shard else 0
-        begins = shard.offset_in_shard if shard.in_shard else begins
-        piece = Piece(path + name, tuple(shape), shard.intra_param_start_idx or 0, n, begins)
-        found[id(flat)][1].append(piece)
-        if flat._params is not None:
-            view = flat._params[number]
-            found[id(view)] = view, [Piece(piece.name, piece.whole, piece.start, n)]
-    return found
+def name_of(tensor: Any) -> str:
+    """Find the name under which an object or a dict of the script holds a tensor."""
+    for holder in gc.get_referrers(tensor):
+        if type(holder) is dict and holder is not globals():
+            for key, value in holder.items():
+                if value is tensor and isinstance(key, str) and key not in ("p", "param", "parameter", "_"):
+                    return key
+    return ""

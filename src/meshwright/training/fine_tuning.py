@@ -229,7 +229,8 @@ def more_or_fewer(
     """
     best = min(validations, key=lambda step: validations[step], default=0)
     last = max(validations, default=0)
-    if last and 0 in validations and validations[last] > (1 + CHANGED) * validations[0]:
+    is_worse = 0 in validations and validations[last] > (1 + CHANGED) * validations[0]
+    if is_worse and (best == 0 or is_of_pairs):
         return (
             f"the model got worse: the validation loss was {validations[0]:.4f} before the first step and is"
             f" {validations[last]:.4f} now. A lower rate (optimizer.lr = {config.optimizer.lr / 10:.3g}) changes less"

@@ -23,10 +23,12 @@ def run(name: str, file: str) -> Any:
 
 def record() -> None:
     """Install the recorder, in an environment that may have no meshwright."""
-    folder, sketches = os.path.dirname(HERE), "meshwright.observation.sketches"
-    run(sketches, os.path.join(folder, "sketches.py"))
+    folder, parts = os.path.dirname(HERE), ("patches", "sketches")
+    for part in parts:
+        run(f"meshwright.observation.{part}", os.path.join(folder, f"{part}.py"))
     run("_meshwright_recorder", os.path.join(folder, "recorder.py")).install()
-    del sys.modules[sketches]  # the script's own meshwright, if it has one, is another
+    for part in parts:
+        del sys.modules[f"meshwright.observation.{part}"]  # the script's own meshwright, if it has one, is another
 
 
 def run_twice() -> None:
