@@ -182,6 +182,7 @@ def as_trained(config: Config, world: int) -> tuple[Config, str]:
     """
     if not (is_fine_tuning(config) and (length_follows(config) or batch_follows(config))):
         return config, ""
+    from meshwright.planning.layout import Shares
     from meshwright.training.feed import build_feed, parts_of
     from meshwright.training.model_source import run_tokenizer
     from meshwright.training.views.progress import Progress
@@ -191,8 +192,8 @@ def as_trained(config: Config, world: int) -> tuple[Config, str]:
     why = f"it has more than {LARGEST_READ // 2**20} MiB"
     if sum(file.stat().st_size for file in files) <= LARGEST_READ:
         try:
-            sizes, tokenizer = config.layout.resolve(world), run_tokenizer(config, lambda _: None)
-            ranks = sizes.dp_replicate * sizes.dp_shard
+            ranks = Shares(config.layout.resolve(world).sizes).data_ranks
+            tokenizer = run_tokenizer(config, lambda _: None)
             return build_feed(config, tokenizer, 0, ranks, Progress(), accepts=lambda _: True).config, ""
         except (MeshwrightError, OSError) as error:
             why = str(error).splitlines()[0].rstrip(":")
