@@ -379,3 +379,31 @@ def test_a_plan_takes_the_rows_and_steps_that_training_would(model, tmp_path):
     (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": ""}\n')
     same, why = as_trained(config, 1)
     assert same == config and "the data was not counted" in why and "the answer is empty" in why
+
+
+@pytest.mark.follows("data.validation_fraction = …", "data.seq_len = …")
+@pytest.mark.parametrize(
+    ("form", "files"),
+    [
+        ("txt", [2000]),
+        *((form, files) for form in ("txt", "jsonl") for files in ([900, 40, 60, 100, 100], [30, 2000], [120] * 30)),
+    ],
+)
+def test_a_text_that_holds_out_no_row_names_a_value_that_does(tmp_path, files, form):
+    """Documents of these lengths in bytes, in a file each, or as records of one file."""
+    texts = ["ab" * (n // 2) for n in files]
+    if form == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i}.txt").write_text(text)
+
+    def fed(**changes):
+        data = {"source": [str(tmp_path)], "seq_len": 256, "validation_fraction": 0.01, "cache": str(tmp_path / "c")}
+        return build_feed(Config.from_dict({"data": data | changes}), load_tokenizer("bytes"), 0, 1, Progress())
+
+    feed = fed()
+    (said,) = (note for note in feed.notes if note.startswith("no validation: no source holds out a row"))
+    found = re.search(r": set data\.(\w+) = ([\d.]+)( to hold one out|, as long as what is held out)$", said)
+    assert not feed.held_out and found, said
+    assert fed(**{found[1]: json.loads(found[2])}).held_out

@@ -313,7 +313,7 @@ def code_to_read(checkpoint: Location, folder: Path, plain: nn.Module, kind: str
         dtype = f"torch.{next(iter(rounded.values()))}"
         whole = [p for p, m in plain.named_modules() if isinstance(m, nn.Linear) and f"{p}.weight" not in rounded]
         lines += [
-            "import torch",
+            "import torch  # and, for 4 bits: pip install bitsandbytes",
             "bits = transformers.BitsAndBytesConfig(",
             f'    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={dtype},',
             f"    llm_int8_skip_modules={whole!r},",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -28,10 +29,11 @@ from meshwright.data import (
 )
 from meshwright.data.building import TokenisingRecipe
 from meshwright.data.cache import open_parts, sizes_text
+from meshwright.data.corpus import Pictured
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
-from meshwright.data.packing import RowEnds, Whole
+from meshwright.data.packing import RowEnds, Stream, Whole
 from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.turns import OWN, load_template
 from meshwright.distributed.process import agree
@@ -44,7 +46,9 @@ from meshwright.training.run.request import IDENTITY
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
 
-from meshwright.data.corpus import Pictured
+
+MOST_HELD_OUT = 0.5
+"""Largest data.validation_fraction that is advised."""
 
 
 class UnreadSamples(MeshwrightError):
@@ -247,6 +251,7 @@ def _opened(
         own = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
         identity = {"data": own, "mixture": [asdict(stage) for stage in stages]}
     skips = any(p.on_bad_row == "skip" for p in parts)
+    held_out = tuple(held_out_of(config, parts, corpora, stages))
     return Feed(
         samples,
         Loader(
@@ -258,7 +263,7 @@ def _opened(
             skip_unreadable=skips,
             ends=ends if ends is None or pixels is None else replace(ends, microbatch=0),  # a step's pixels are joined
         ),
-        tuple(held_out_of(config, parts, corpora, stages)),
+        held_out,
         identity,
         describe(parts, corpora, epochs, config, stages[-1].weights),
         (
@@ -267,6 +272,7 @@ def _opened(
                 (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
             ),
             *notes_on(parts, corpora, asked_for.data.seq_len),
+            *([] if held_out or not config.validation.every else [no_validation(config, prepared, corpora)]),
         ),
         config,
         pixels,
@@ -465,6 +471,32 @@ def describe(
         for part, weight in zip(parts, weights, strict=True)
     ]
     return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
+
+
+def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequence[Corpus]) -> str:
+    """Say that no source holds out a row of text, and which value of which key would make one do so.
+
+    Documents are held out whole, in a drawn order, while they fit into the fraction: what is held out is smaller than
+    the fraction by less than the longest document.
+    """
+    seq_len, fraction = config.data.seq_len, config.data.validation_fraction
+    text = f"no validation: no source holds out a row of data.seq_len = {seq_len} tokens"
+    text += f" (data.validation_fraction = {fraction})"
+    texts = [
+        (p, train, held)
+        for p, c in zip(prepared, corpora, strict=True)
+        if isinstance(train := c.training, Stream) and isinstance(held := c.validation, Stream)
+    ]
+    if not (fraction and texts):
+        return text
+    source, train, held = max(texts, key=lambda text: text[1].n_tokens)
+    longest = max(int(np.diff(split.offsets).max(initial=0)) for split in (train, held))
+    if source.scan.format == "text" and len(source.scan.files) == 1:
+        longest = 0  # a document that is alone is cut
+    needed = 1.1 * (seq_len + longest) / (train.n_tokens + held.n_tokens)
+    if needed <= MOST_HELD_OUT:
+        return f"{text}: set data.validation_fraction = {math.ceil(100 * needed) / 100:g} to hold one out"
+    return f"{text}: set data.seq_len = {held.n_tokens}, as long as what is held out" if held.n_tokens else text
 
 
 def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:

@@ -183,10 +183,7 @@ class _Loop:
             self.untrained = self._continue_prompt(tokens)
         if (guards := self.config.optimizer).max_loss_deviation:
             self.guard = LossGuard(guards.max_loss_deviation, guards.loss_window, self.at.losses)
-        validates, held_out, data = self.config.validation.every > 0, self.r.feed.held_out, self.config.data
-        if validates and not held_out:
-            why = f"no source holds out a row of data.seq_len = {data.seq_len} tokens"
-            self.teller.say(f"no validation: {why} (data.validation_fraction = {data.validation_fraction})")
+        validates = self.config.validation.every > 0 and bool(self.r.feed.held_out)
         self.heartbeat.enter("reference")
         ranks, has_begun = (self.rank, self.ranks), self.at.step > 0
         stopped = give_references(
@@ -194,7 +191,7 @@ class _Loop:
             has_begun=has_begun,
             stopped=self._agree_to_stop,
         )
-        if validates and held_out and is_fine_tuning(self.r.request) and not has_begun and not stopped:
+        if validates and is_fine_tuning(self.r.request) and not has_begun and not stopped:
             validation, stopped = self._validate()
             if validation is not None:
                 self.teller.untrained(validation)
@@ -205,7 +202,7 @@ class _Loop:
             with self.checkpoints.saved_if_unread():
                 report = self._one_step()
             stopped, validation = self._agree_to_stop(), None
-            if validates and held_out and self._is_due(self.config.validation.every) and not stopped:
+            if validates and self._is_due(self.config.validation.every) and not stopped:
                 validation, stopped = self._validate()
             self.teller.step(report, validation)
             self._refuse_to_skip_on()

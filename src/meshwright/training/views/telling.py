@@ -176,6 +176,8 @@ class ClosingReport:
     validation_loss: float | None = None
     first_validation: float | None = None
     """Before the first step."""
+    validated_pairs: tuple[float, float] | None = None
+    """On preference pairs: mean margin and accuracy of the last validation."""
     tokens: int | None = None
     """Tokens trained on, all ranks together."""
     seconds: float | None = None
@@ -208,6 +210,7 @@ class ClosingReport:
             duration_text(self.seconds) if self.seconds is not None else "",
             "" if self.loss is None else f"loss {begun}{self.loss:.4f}",
             f"validation loss {before}{self.validation_loss:.4f}" if self.validation_loss is not None else "",
+            "validation margin {:.4f}, accuracy {:.0%}".format(*pairs) if (pairs := self.validated_pairs) else "",
             f"{self.skipped} steps skipped" if self.skipped else "",
         ]
         checkpoint, config = (
@@ -324,6 +327,7 @@ class Teller:
         self.begun: tuple[dict[str, str], int] | None = None
         self.losses: list[float] = []
         self.validations: dict[int, float] = {}
+        self.validated_pairs: tuple[float, float] | None = None
         self.expert_figures: dict[str, float] = {}
         self.pair_figures: dict[str, float] = {}
         facts = to_dict(self.config)
@@ -464,6 +468,8 @@ class Teller:
                 "skipped": self.at.skipped,
             }
             found = validated.figures() if validated else {}
+            if validated and validated.of_pairs:
+                self.validated_pairs = found[f"validation_{MARGINS}"], found[f"validation_{ACCURACIES}"]
             known = {} if report.mfu is None else {"mfu": report.mfu}
             known |= {} if self.r.model.loss_scale is None else {"loss_scale": self.r.model.loss_scale.value}
             figures = values | self.pair_figures | self.expert_figures | found | known
@@ -515,6 +521,7 @@ class Teller:
             first_loss=self.losses[0] if self.losses else None,
             validation_loss=next(reversed(self.validations.values()), None),
             first_validation=self.validations.get(0),
+            validated_pairs=self.validated_pairs,
             tokens=self.at.tokens,
             seconds=seconds,
             skipped=self.at.skipped,
