@@ -16,7 +16,7 @@ from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import schedule_kind
 from meshwright.planning.pipeline.schedule import read_schedule
 from meshwright.simulation.job import Execution, Job
-from meshwright.simulation.step_memory import SavedBytes, StepMemory, ends_memory, least_memory, step_memory
+from meshwright.simulation.step_memory import SavedBytes, StepMemory, least_memory, rising_memory, step_memory
 from meshwright.simulation.step_time import Kinds, StepTime, least_step_seconds, least_time, step_time
 
 # --- pin parts of a layout
@@ -304,14 +304,10 @@ def search(
         for least_s, shards in group.variants(base, pins, bound):
             for job in shards:
                 found.tried += 1
-                memory = ends_memory(job, group.saved)
-                if chosen.refuses(least_s, memory.total, limit):
+                bounds = rising_memory(job, group.saved)
+                if any(chosen.refuses(least_s, (memory := bound).total, limit) for bound in bounds):
                     smallest = _smaller(smallest, group, job, memory, limit)
                     break  # fewer shards need more
-                memory = step_memory(job, group.saved) if job.layout.pp > 2 else memory
-                if chosen.refuses(least_s, memory.total, limit):
-                    smallest = _smaller(smallest, group, job, memory, limit)
-                    break
                 chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
     chosen.judge_up_to(math.inf)
     found.best = [candidate for _, _, candidate in sorted(chosen.best, key=lambda entry: (-entry[0], entry[1]))]

@@ -5,7 +5,7 @@ Activations of a block are counted as in arXiv 2205.05198 (Korthikanti et al.), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError
@@ -74,24 +74,31 @@ def step_memory(job: Job, saved: SavedBytes | None = None) -> StepMemory:
     Args:
         saved: bytes of the job's blocks, where they are known from a job that differs in data ranks or stages alone.
     """
-    ranks: Iterable[int] = range(job.layout.pp)
-    if job.layout.pp > 2 and job.schedule in ("1f1b", "interleaved_1f1b"):
+    *_, fullest = rising_memory(job, saved or SavedBytes(job))
+    return fullest
+
+
+def rising_memory(job: Job, saved: SavedBytes) -> Iterator[StepMemory]:
+    """Yield ever higher lower bounds of a job's ``step_memory``, and that last: of the first rank, of both ends, of all
+    ranks.
+    """
+    last = job.layout.pp - 1
+    fullest = rank_memory(job, 0, saved)
+    yield fullest
+    if not last:
+        return
+    ranks: Iterable[int] = range(1, last)
+    if job.schedule in ("1f1b", "interleaved_1f1b"):
         # among ranks with equal blocks the first one is the fullest, or the last of all
         bounds, parts = job.stage_bounds, {}
-        for rank in ranks[:-1]:
+        for rank in range(last):
             part = job.architecture.part(bounds[rank :: job.layout.pp])
             parts.setdefault((part.dense, part.experts, part.number), rank)
-        ranks = (*parts.values(), job.layout.pp - 1)
-    return _fullest(job, saved or SavedBytes(job), ranks)
-
-
-def ends_memory(job: Job, saved: SavedBytes) -> StepMemory:
-    """Forecast the bytes of the fuller of a pipeline's first and last rank: a lower bound of ``step_memory``."""
-    return _fullest(job, saved, {0, job.layout.pp - 1})
-
-
-def _fullest(job: Job, saved: SavedBytes, ranks: Iterable[int]) -> StepMemory:
-    return max((rank_memory(job, rank, saved) for rank in sorted(ranks)), key=lambda memory: memory.total)
+        ranks = [rank for rank in parts.values() if rank]
+    for others in ([last], ranks):
+        found = [fullest, *(rank_memory(job, rank, saved) for rank in others)]
+        fullest = max(found, key=lambda memory: (memory.total, -memory.rank))
+        yield fullest
 
 
 class SavedBytes:

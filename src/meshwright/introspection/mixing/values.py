@@ -363,15 +363,19 @@ def find_length_uses(
 
     Modules ``inside`` are given whole rows. ``makes_positions``: the model is given none where a batch has none.
     """
-    by_line = []
-    for made, device in ((small, torch.device("cpu")), (meta_copy_of(model), torch.device("meta"))):
-        found: dict[tuple[str, str, int, str], list[LengthUse]] = {}
-        for use in _uses_of(made, device, makes_positions):
-            found.setdefault((use.module, use.file, use.line, use.kind), []).append(use)
-        by_line.append(found)
-    # numbers that a condition compares with are the model's own, where its code runs without values
-    uses = [use for line, here in by_line[0].items() for use in by_line[1].get(line, here)]
+    uses = _uses_of(small, torch.device("cpu"), makes_positions)
+    if any(use.kind == "condition" for use in uses):
+        # numbers that a condition compares with are the model's own, where its code runs without values
+        of_model = _by_line(_uses_of(meta_copy_of(model), torch.device("meta"), makes_positions))
+        uses = [use for line, here in _by_line(uses).items() for use in of_model.get(line, here)]
     return tuple(use for use in uses if not any(is_within(use.module, pattern(path)) for path in inside))
+
+
+def _by_line(uses: list[LengthUse]) -> dict[tuple[str, str, int, str], list[LengthUse]]:
+    found: dict[tuple[str, str, int, str], list[LengthUse]] = {}
+    for use in uses:
+        found.setdefault((use.module, use.file, use.line, use.kind), []).append(use)
+    return found
 
 
 def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> list[LengthUse]:
