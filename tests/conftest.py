@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from support.suite import Suite
 
 from meshwright.distributed.process.workers import PRELOAD, WorkerPool
+
+with suppress(ImportError):  # absent where the tests of one release alone run
+    import hypothesis
+
+    hypothesis.settings.register_profile("no time decides", deadline=None)
+    hypothesis.settings.load_profile("no time decides")
 
 LARGEST_WORLD = 4
 PRELOADED = ("torchao.float8", "torchao.optim", "transformers.models.llama.modeling_llama", "peft")

@@ -332,7 +332,7 @@ def routings(ranks: int) -> st.SearchStrategy[list[list[int]]]:
 def test_any_routing_ends_and_makes_no_difference(spmd, ranks):
     """500 routings in all: skewed, empty, all to one. Nothing travels but the rows that must."""
 
-    @settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate))  # to shrink would take minutes
+    @settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # to shrink would take minutes
     @given(st.lists(routings(ranks), min_size=25, max_size=25))
     def check(drawn: list[list[list[int]]]) -> None:
         seen = spmd(ranks, travelled, drawn)

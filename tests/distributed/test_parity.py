@@ -161,7 +161,6 @@ def shapes(draw):
     max_examples=10,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

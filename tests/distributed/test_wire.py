@@ -109,7 +109,6 @@ def drawn(draw):
     max_examples=10,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -48,7 +48,7 @@ def cut_tensors(draw):
     return shape, cuts, draw(st.integers(0, 99))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_tensors())
 def test_sketches_of_parts_add_up_to_that_of_the_whole(case):
     shape, cuts, seed = case

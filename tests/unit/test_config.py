@@ -124,7 +124,7 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.all
 @pytest.mark.parametrize("cls", [Tree, Config])
 def test_every_value_survives_a_dict_and_toml(cls):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(instances(cls))
     def survives(instance):
         assert same(from_dict(cls, to_dict(instance)), instance)
@@ -345,7 +345,7 @@ FLAG_TEXT = st.text().filter(lambda text: text[:1] not in ("-", "[") and text no
 
 
 @pytest.mark.all
-@settings(max_examples=25, deadline=None, phases=[Phase.generate])  # to shrink a failure would take minutes
+@settings(max_examples=25, phases=[Phase.generate])  # to shrink a failure would take minutes
 @given(instances(Config, FLAG_TEXT))
 def test_every_key_is_a_flag_that_means_what_toml_means(config):
     assert same(parse_flags(Config, flags_of(config), prog="p"), config)

@@ -30,7 +30,7 @@ from meshwright.introspection.mixing.masks import (
 pytestmark = pytest.mark.all
 
 ROWS = 3
-FEW = settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
+FEW = settings(max_examples=40, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 """Rows are short, so that examples need not be shrunk: the faults below fail often."""
 
 

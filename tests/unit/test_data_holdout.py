@@ -13,7 +13,7 @@ from meshwright.data.building import cut_point, hold_out
 many_sizes = st.lists(st.integers(1, 10_000), min_size=2, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sizes=many_sizes, fraction=st.floats(0.001, 0.999))
 def test_several_documents_leave_something_on_either_side_and_no_more_than_asked(sizes, fraction):
     chosen = hold_out([f"{i}.txt" for i in range(len(sizes))], sizes, fraction)
@@ -24,7 +24,7 @@ def test_several_documents_leave_something_on_either_side_and_no_more_than_asked
     assert held + min(np.array(sizes)[~chosen]) > fraction * sum(sizes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(order=st.permutations(range(20)))
 def test_the_choice_is_of_names_and_not_of_the_order_in_which_they_come(order):
     names = [f"folder/{i}.py" for i in range(20)]

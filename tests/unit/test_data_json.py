@@ -31,7 +31,7 @@ def read(path: Path) -> list:
 
 
 @pytest.mark.all
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     records=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_size=6),
     indent=st.sampled_from([None, 2]),

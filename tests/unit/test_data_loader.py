@@ -43,7 +43,7 @@ def global_batches(consumed: int, steps: int, batch: int, world: int, workers: i
 
 
 @pytest.mark.all
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     start=st.integers(0, 10**9),
     batch=st.sampled_from([4, 8, 12]),
@@ -182,7 +182,7 @@ def test_refusals_teach(change, words):
 
 
 @pytest.mark.all
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samples=st.integers(1, 150), rows=st.integers(1, 7), world=st.sampled_from([1, 2, 3, 4]))
 def test_validation_is_the_same_set_for_every_number_of_ranks(samples, rows, world):
     per_rank = [list(validation_batches(SPLIT, SEQ, samples, rows, rank, world)) for rank in range(world)]

@@ -21,7 +21,7 @@ def stream(n_samples: int, begin: int) -> Stream:
     return Stream("training", np.arange(begin, begin + 2 * n_samples, dtype=np.uint32), np.array([0, 2 * n_samples]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weights=WEIGHTS, start=st.integers(0, 10**12), n=st.integers(1, 3000))
 def test_every_stretch_has_the_shares_asked_for(weights, start, n):
     dealt = Interleave([Stage(0, tuple(weights))])
@@ -32,7 +32,7 @@ def test_every_stretch_has_the_shares_asked_for(weights, start, n):
         assert weight or not (source == k).any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), n_parts=st.integers(1, 5), start=st.integers(0, 2000), n=st.integers(1, 2000))
 def test_places_of_a_source_go_on_one_by_one_through_every_stage(data, n_parts, start, n):
     weights = st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=n_parts, max_size=n_parts).filter(any)

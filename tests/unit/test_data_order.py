@@ -15,7 +15,7 @@ from meshwright.data.mixture import Order
 seeds = st.integers(-(2**70), 2**70)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(n=st.integers(1, 3000), seed=seeds, epoch=st.integers(0, 10**9), shuffle=st.booleans())
 def test_every_epoch_is_a_permutation(n, seed, epoch, shuffle):
     taken = Order(n, seed, shuffle).take(epoch * n + np.arange(n))
@@ -24,7 +24,7 @@ def test_every_epoch_is_a_permutation(n, seed, epoch, shuffle):
         assert np.array_equal(taken, np.arange(n))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(n=st.integers(1, 10**12), seed=seeds, indexes=st.lists(st.integers(0, 2**62), max_size=20))
 def test_one_index_alone_gives_what_it_gives_among_others(n, seed, indexes):
     order = Order(n, seed)
@@ -33,7 +33,7 @@ def test_one_index_alone_gives_what_it_gives_among_others(n, seed, indexes):
 
 
 @pytest.mark.all
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(n=st.integers(50, 2000), seed=seeds, epoch=st.integers(0, 1000))
 def test_epochs_and_seeds_differ(n, seed, epoch):
     def one_epoch(number, its_seed):

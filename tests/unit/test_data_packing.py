@@ -30,7 +30,7 @@ def by_hand(lengths: list[int], index: int, seq_len: int) -> list[list[int]]:
 
 
 @pytest.mark.all
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(2, 12), min_size=1, max_size=12), seq_len=st.integers(1, 30), data=st.data())
 def test_rows_are_those_of_a_plain_loop(lengths, seq_len, data):
     split = make_split(lengths)

@@ -125,7 +125,7 @@ def test_the_decoder_equals_a_second_implementation(config):
 @given(
     half=st.integers(1, 8), theta=st.floats(10, 1e6), positions=st.lists(st.integers(0, 5000), min_size=1, max_size=6)
 )
-@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@settings(max_examples=40, derandomize=True, database=None)
 def test_rotation_is_a_product_of_complex_numbers(half, theta, positions):
     config = replace(SMALL, dim=2 * half, n_heads=1, n_kv_heads=1, rope_theta=theta)
     where = torch.tensor([positions])
@@ -205,7 +205,7 @@ def test_packed_documents_equal_their_separate_forwards():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-@settings(max_examples=30, derandomize=True, database=None, deadline=None)
+@settings(max_examples=30, derandomize=True, database=None)
 def test_the_document_mask_is_its_definition(ids):
     mask = document_mask(torch.tensor([ids]))[0, 0]
     assert mask.tolist() == [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]

@@ -77,7 +77,7 @@ ROUTINGS = st.lists(st.lists(st.integers(0, EXPERTS), min_size=2, max_size=2), m
 
 
 @pytest.mark.all
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROUTINGS)
 def test_stacked_experts_give_what_a_loop_gives_and_the_same_gradients(routing):
     index = torch.tensor(routing)

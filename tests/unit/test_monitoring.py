@@ -198,7 +198,7 @@ def test_every_line_is_json_on_disk_at_once_and_non_finite_numbers_survive(tmp_p
     assert math.isnan(back["loss"]) and (back["up"], back["down"]) == (math.inf, -math.inf) and "nonfinite" not in back
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
 def test_after_any_resumes_each_step_is_read_once_and_from_the_last_attempt(tmp_path_factory, runs, data):
     folder = tmp_path_factory.mktemp("run")
@@ -390,7 +390,6 @@ def test_silent_progress_says_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 10) | st.just(math.nan), max_size=200), st.integers(1, 30), st.integers(2, 16))
 def test_a_curve_is_as_wide_as_asked_and_bounded_in_memory(losses, width, capacity):
     curve = LossCurve(capacity)

@@ -237,7 +237,7 @@ def test_a_long_run_is_thinned_without_losing_its_peaks(tmp_path):
     assert (31_415, 99.0) in points and (27_182, None) in points and points[0][0] == 1 and points[-1][0] == 50_000
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=300), st.integers(8, 100))
 def test_thinning_keeps_ends_and_extremes_in_order(values, most):
     series = Series()

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.core.parts import FusedPart, is_plain, ranges, take
@@ -28,7 +28,6 @@ def shared_out(draw):
 
 
 @given(shared_out())
-@settings(deadline=None)
 def test_ranks_together_hold_every_slice_as_often_as_it_is_copied(case):
     ranks, parts = case
     assert all(part.fits(ranks) for part in parts)
@@ -47,7 +46,6 @@ def test_ranks_together_hold_every_slice_as_often_as_it_is_copied(case):
 
 
 @given(shared_out())
-@settings(deadline=None)
 def test_shares_lie_in_the_order_of_ranks_and_those_of_copies_are_neighbours(case):
     ranks, parts = case
     for number, part in enumerate(parts):
@@ -61,7 +59,6 @@ def test_shares_lie_in_the_order_of_ranks_and_those_of_copies_are_neighbours(cas
 
 
 @given(shared_out(), st.integers(0, 2))
-@settings(deadline=None)
 def test_what_is_taken_is_the_runs_side_by_side_on_any_dim(case, dim):
     ranks, parts = case
     shape = [2, 3, 2]
@@ -73,7 +70,6 @@ def test_what_is_taken_is_the_runs_side_by_side_on_any_dim(case, dim):
 
 
 @given(st.integers(1, 8), st.integers(1, 30))
-@settings(deadline=None)
 def test_rows_that_do_not_divide_are_taken_as_torchs_chunks(ranks, rows):
     if ranks >= 2 * rows:
         return  # such a part is held in copies

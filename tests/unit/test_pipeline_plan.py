@@ -47,7 +47,7 @@ def test_more_stages_than_layers_cannot_be_assigned():
         compute_layer_assignment(3, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=9), st.integers(2, 5), st.integers(0, 12), st.integers(0, 12))
 def test_no_other_cut_is_faster(sizes, stages, head, embedding):
     stages = min(stages, len(sizes))

@@ -43,7 +43,7 @@ def build(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Pipeli
 
 @pytest.mark.first
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks=RANKS, microbatches=MICROBATCHES, data=st.data())
 def test_every_stage_does_every_microbatch_once_and_nobody_waits_for_ever(name, ranks, microbatches, data):
     per_rank = data.draw(st.integers(1, 4)) if KINDS[name].loops else 0
@@ -52,7 +52,7 @@ def test_every_stage_does_every_microbatch_once_and_nobody_waits_for_ever(name, 
 
 @pytest.mark.first
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ranks=RANKS, microbatches=MICROBATCHES)
 def test_messages_meet_even_where_a_send_waits_for_its_receive(name, ranks, microbatches):
     """The worst back end: both sides of a message wait for each other, and a pair's messages go in one order."""
@@ -144,7 +144,7 @@ def test_where_nothing_is_left_to_choose_the_order_is_torchs(name):
     assert build(name, 4, 8).ranks == of_torch(name, 4, 8).ranks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks=RANKS, microbatches=st.integers(1, 30))
 def test_1f1b_keeps_what_the_stages_behind_it_need(ranks, microbatches):
     """arXiv 2104.04473: at most as many microbatches as stages are left; the bubble is that of GPipe."""

@@ -228,7 +228,6 @@ def cases(draw):
 @settings(
     max_examples=8,
     derandomize=True,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.generate],
 )
