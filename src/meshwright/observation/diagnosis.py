@@ -232,8 +232,20 @@ class Diagnosis:
 
     # --- gradients
 
+    def _in_order(self) -> list[str]:
+        """List the parameters as a forward reaches their modules, which may be declared in another order."""
+        reached: dict[str, int] = {}
+        for number, event in enumerate(self.whole["forward"]):
+            reached.setdefault(event["module"], number)
+        found, last = {}, 0
+        for name in self.whole["gradients"]:
+            module = name.rpartition(".")[0]
+            inside = [n for m, n in reached.items() if m == module or m.startswith(f"{module}." if module else "")]
+            last = found[name] = min(inside, default=last)
+        return sorted(found, key=lambda name: found[name])
+
     def _of_gradients(self, off: list[Off]) -> Finding:
-        order = list(self.whole["gradients"])
+        order = self._in_order()
         alive = [name for name, entry in self.whole["gradients"].items() if entry is not None and entry["norm"] > 0]
         names = sorted({o.name for o in off}, key=order.index)
         everywhere = len(names) >= 0.9 * len(alive)
@@ -298,16 +310,18 @@ class Diagnosis:
         if len(known) == len(finite):
             return "wrong scale", f"{min(known):.4g} to {max(known):.4g} times", ranks
         holders = [sum(o.name in {p.name for p in placed.values()} for placed in self.places) for o in finite]
+        scales = self.passes.loss_scales()
+        shares = not scales or any(s is None for s in scales) or max(scales) - min(scales) > 1e-3 * abs(scales[0])  # type: ignore[type-var, operator, arg-type]
         if max(holders) == 1 < self.n:  # stages of a pipeline: there is nothing to reduce
             if everywhere:
-                return "wrong scale", "not by one factor", ranks
+                why = "rows count by other shares of the loss" if scales and shares else "not by one factor"
+                return "wrong scale", why, ranks
             return "stale value", "what came back to its output is right", ranks
         if len(ranks) < self.n or self._replicas_differ(finite):
             return "missing reduction", "replicas differ", ranks
-        scales = self.passes.loss_scales()
         if not everywhere:
             return "missing reduction", "", ranks
-        if not scales or any(s is None for s in scales) or max(scales) - min(scales) > 1e-3 * abs(scales[0]):  # type: ignore[type-var, operator, arg-type]
+        if shares:
             return "wrong scale", "rows count by other shares of the loss", ranks
         bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
         kind, why = ("double", "some of it counts again") if bigger else ("missing", "some of it lacks")

@@ -119,7 +119,9 @@ class Passes:
         if lacking or strange:
             ranks = [rank for rank, counts in enumerate(mine) if set(counts) & strange] or doubled or absent
             words = (
-                f"{len(lacking)} of {len(theirs)} rows are missing" if lacking else f"{len(strange)} rows are strange"
+                f"{len(lacking)} of {len(theirs)} rows are missing"
+                if lacking
+                else f"{len(strange)} rows are not of this step"
             )
             return Rows(tuple(ranks) or tuple(range(len(mine))), words)
         if doubled or more:
