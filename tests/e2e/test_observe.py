@@ -195,3 +195,73 @@ def test_a_process_that_ends_at_once_leaves_its_steps(usual: Path, tmp_path: Pat
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "rank 0 ended by os._exit or a signal" in done.stdout, done.stdout
     assert blame(usual, tmp_path / "many")["verdict"] == "sound"
+
+
+ASKS = "import importlib.util\nfound = importlib.util.find_spec('torch')\n"
+SINK = """
+import sys, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return {"logits": self.a(x), "loss": self.a(x).sum()}
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(Two(), find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4))["loss"].backward()
+    optimizer.step()
+"""
+
+
+def test_scripts_of_libraries_are_observed(tmp_path: Path):
+    """Some ask whether there is a torch before they import it; DDP gives unused outputs no gradient."""
+    observe(tmp_path / "asks", [sys.executable, "-c", ASKS + OTHER.format(last=3)])
+    observe(tmp_path / "sink", [sys.executable, "-c", SINK, str(tmp_path / "store")])
+    for name in ("asks", "sink"):
+        assert blame(tmp_path / name, tmp_path / name)["verdict"] == "sound"
+
+
+def test_parameters_without_numbers_are_refused(usual: Path, tmp_path: Path):
+    words = LOOP.format(**USUAL).replace("Linear(4, 8)", "Linear(0, 0)").replace("Linear(8, 4)", "Linear(0, 0)")
+    observe(tmp_path / "empty", [sys.executable, "-c", words.replace("x = ", "x = torch.ones(2, 0) #")])
+    done = subprocess.run([*MESHWRIGHT, "blame", usual, tmp_path / "empty"], capture_output=True, text=True)
+    assert done.returncode == 2 and "hold no numbers between the passes of a step" in done.stderr
+
+
+GRAPH = """
+import sys, torch
+import torch.nn.functional as F
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 4)
+    def forward(self, x, labels):
+        logits = self.down(torch.tanh(self.drop(self.up(x))))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = torch.compile(model, fullgraph=True) if "--compile" in sys.argv else model
+x, labels = torch.ones(64, 4), torch.arange(64) % 4
+for step in range(5):
+    run(x * (step + 1), labels)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("dropout:", int(not torch.equal(run(x, labels)["logits"], run(x, labels)["logits"])))
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("flags", [[], ["--parameters-alone"]], ids=["cut", "whole"])
+def test_compiled_graphs_are_the_same_training_cut_or_whole(flags: list[str], tmp_path: Path):
+    observe(tmp_path / "one", [sys.executable, "-c", GRAPH])
+    words = [*MESHWRIGHT, "observe", str(tmp_path / "many"), *flags, "--", sys.executable, "-c", GRAPH, "--compile"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "dropout: 1" in done.stdout, done.stdout + done.stderr  # after the steps, too
+    found = blame(tmp_path / "one", tmp_path / "many")
+    assert found["verdict"] == "sound" and ("graphs were cut at modules" in found["words"]) == (not flags)

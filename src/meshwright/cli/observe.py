@@ -75,6 +75,7 @@ def run(argv: list[str]) -> int:
     }
     path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"MESHWRIGHT_OBSERVE": json.dumps(settings), "PYTHONPATH": path}
+    environment["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"  # graphs without dropout are no other run's
     try:
         status = subprocess.run(command, env=environment).returncode
     except OSError as error:

@@ -54,6 +54,11 @@ class Blame:
         held = [trace["steps"][first_step(trace)]["before"] for trace in many.ranks]
         for rank, (names, placed) in enumerate(zip(held, self.places, strict=True)):
             if not placed:
+                if any(0 in entry["shape"] for entry in names.values()):
+                    raise ConfigError(
+                        f"{many.folder}: rank {rank}'s parameters hold no numbers between the passes of a step,"
+                        f" as under DeepSpeed's ZeRO 3: observe it with a lower stage"
+                    )
                 raise ConfigError(
                     f"{many.folder}: none of the {len(names)} parameters of rank {rank} is one of {one.folder}'s:"
                     f" observe the same script, with the same model and seed, in both"
@@ -70,6 +75,8 @@ class Blame:
         self.counts = f"; not all took as many steps: {counts[0]} to {counts[-1]}" if len(counts) > 1 else ""
         if self.base["others"]:
             self.counts += f"; several models are trained: names of others begin with {', '.join(self.base['others'])}"
+        if any(trace["cut"] for trace in (self.base, *many.ranks)):
+            self.counts += "; compiled graphs were cut at modules: observe --parameters-alone leaves them whole"
         for run in noisy:
             self._check_again(one, run)
         self.floors: dict[tuple[int, str, str], float] = defaultdict(float)
@@ -143,7 +150,8 @@ class Blame:
                 continue
             return diagnosis.place(gradients, after)
         n_parameters = len(self.base["steps"][0]["before"])
-        of = f"{self.n_steps} steps, {n_parameters} parameters, {len(self.many.ranks)} processes"
+        counts = (self.n_steps, "step"), (n_parameters, "parameter"), (len(self.many.ranks), "process")
+        of = ", ".join(f"{n} {word}" + ("es" if word == "process" else "s") * (n > 1) for n, word in counts)
         return Finding("sound", words=f"equal up to rounding ({of})")
 
     def _reads_again(self) -> tuple[int, tuple[int, ...]] | None:

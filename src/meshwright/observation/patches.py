@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.observation.sketches import local_of
+
+DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+ATTENTION = "scaled_dot_product_attention"
+DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
+
 
 def before(home: Any, name: str, note: Any) -> None:
     """Have a function of torch note its arguments first."""
@@ -44,3 +50,50 @@ def expected(found: Tensor) -> Tensor:
         with torch.no_grad():
             found.fill_(0.5 if bool((found >= 0).all()) else 0.0)
     return found
+
+
+def instead(home: Any, name: str, recorder: Any) -> None:
+    """Have a function that draws random numbers note its generator's state, and return a value that needs no luck.
+
+    Masks that ranks draw each for themselves are no difference then; that each draws what it should is seen by the
+    states. The numbers are drawn all the same, so that what is drawn later stays as it is.
+    """
+    plain = getattr(home, name)
+    names = (
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        if name == ATTENTION
+        else ("input", "p", "training", "inplace")
+    )
+
+    @wraps(plain)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs if name not in DRAWS else kwargs
+        if torch.compiler.is_compiling() and name in DROPOUTS and not recorder.closed:
+            return plain(**{**given, "p": 0.0})
+        if torch.compiler.is_compiling() or not recorder.inside():
+            return plain(*args, **kwargs)
+        rate = given.get("dropout_p", given.get("p", 0.5 if name in DROPOUTS else 0.0))
+        if name not in DRAWS and not (given.get("training", True) and rate):
+            return plain(*args, **kwargs)
+        draw = recorder.drew(given.get("generator"))
+        found = plain(*args, **kwargs)
+        draw["n"] = local_of(found).numel()
+        if name == ATTENTION:
+            return plain(**{**given, "dropout_p": 0.0})
+        return given["input"] if name in DROPOUTS else expected(found)
+
+    setattr(home, name, drawn)
+
+
+def note_compilation(recorder: Any, cuts: bool) -> None:
+    """Have ``torch.compile`` tell the recorder, and allow graphs that are cut where modules are recorded."""
+    plain = torch.compile
+
+    @wraps(plain)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs.get("model")
+        recorder.compiles = True
+        recorder.cuts = recorder.cuts or isinstance(getattr(model, "__self__", model), torch.nn.Module)
+        return plain(*args, **(kwargs | {"fullgraph": False} if cuts else kwargs))
+
+    torch.compile = compiled

@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.observation.patches import after, before, expected
+from meshwright.observation.patches import ATTENTION, DRAWS, DROPOUTS, after, before, instead, note_compilation
 from meshwright.observation.sketches import (
     checksum,
     first_tensor,
@@ -42,6 +42,7 @@ from meshwright.observation.sketches import (
 FORMAT = "meshwright trace 4"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
+TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
 WRAPPERS = {
     "DistributedDataParallel": ("module",),
     "DataParallel": ("module",),
@@ -179,6 +180,7 @@ class Recorder:
         self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
         self.versions: dict[int, int] = {}
         self.by_hand: bool | None = None
+        self.compiles = self.cuts = False
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def _new(self) -> dict[str, Any]:
@@ -206,9 +208,9 @@ class Recorder:
             while self.stack.pop() != id(module):
                 pass
         is_root = not self.stack
-        if not torch.is_grad_enabled() or not self.settings.get("modules", True):
-            return None
         tensor = first_tensor(output)
+        if not torch.is_grad_enabled() or not self.settings.get("modules", True) or type(tensor).__name__ in TRACED:
+            return None
         if is_root:
             given = tensors_by_name(args, "") | tensors_by_name(kwargs, "")
             inputs = {
@@ -383,6 +385,8 @@ class Recorder:
         self.now["before"] = left
         if self.n_done >= self.n_steps:
             self.closed = True
+            if self.compiles:
+                torch.compiler.reset()  # graphs hold what stood in for dropout
             if self.settings.get("stop"):
                 raise SystemExit(0)
 
@@ -469,6 +473,7 @@ class Recorder:
         }
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
         content |= {"time": time.time(), "others": self.others, "step": step}
+        content |= {"cut": self.cuts and self.settings.get("modules", True)}
         os.makedirs(self.settings["folder"], exist_ok=True)
         path = os.path.join(self.settings["folder"], f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}.pt")
         SAVE(packed(content), path + ".partial")
@@ -507,8 +512,8 @@ class _Returned:
     def __init__(self, recorder: Recorder, event: dict[str, Any]):
         self.recorder, self.event = recorder, event
 
-    def __call__(self, gradient: Tensor) -> None:
-        if not self.recorder.closed and "back" not in self.event:
+    def __call__(self, gradient: Tensor | None) -> None:  # None comes through DDP's sink to an unused output
+        if gradient is not None and not self.recorder.closed and "back" not in self.event:
             self.event["order"] = self.recorder.returned
             self.recorder.returned += 1
             self.event["back"] = sketch(gradient)
@@ -521,26 +526,37 @@ def in_backward() -> bool:
 MOST_TARGETS = 4096
 """Targets of a call that are recorded; of a call with more, rows are not compared."""
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
-DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
-ATTENTION = "scaled_dot_product_attention"
-DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
 
 
 def install() -> None:
     """Set the hooks; note the targets of torch's losses, draws of random numbers, and what is saved and loaded."""
     recorder = Recorder(json.loads(os.environ["MESHWRIGHT_OBSERVE"]))
+    cuts = recorder.settings.get("modules", True)
 
-    def quiet(note: Any) -> Any:  # the public way imports the compiler at once
+    def apart(note: Any) -> Any:  # the public way imports the compiler at once
         return getattr(torch, "_disable_dynamo", torch.compiler.disable)(partial(note))
+
+    def quiet(note: Any) -> Any:
+        """Keep a note out of compiled graphs: they are cut there, or left whole and unseen inside."""
+        outside = apart(note)
+
+        def unless_whole(*args: Any, **kwargs: Any) -> Any:
+            return None if torch.compiler.is_compiling() else outside(*args, **kwargs)
+
+        return outside if cuts else unless_whole
+
+    note_compilation(recorder, cuts)
 
     nn.modules.module.register_module_forward_pre_hook(quiet(recorder.entered))
     nn.modules.module.register_module_forward_hook(quiet(recorder.ended), with_kwargs=True)
-    register_optimizer_step_pre_hook(recorder.before_step)
-    register_optimizer_step_post_hook(recorder.after_step)
+    register_optimizer_step_pre_hook(apart(recorder.before_step))
+    register_optimizer_step_post_hook(apart(recorder.after_step))
     functional = torch.nn.functional
 
     def note_target(input: Any, target: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not recorder.closed and not in_backward() and isinstance(target, Tensor) and not target.is_meta:
+        if not isinstance(target, Tensor) or target.is_meta or type(target).__name__ in TRACED:
+            return
+        if not recorder.closed and not in_backward():
             flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
             call = len(recorder.now["calls"]) + bool(recorder.stack)
             recorder.now["targets"].append({"call": call, "shape": list(local_of(target).shape), "flat": flat})
@@ -563,34 +579,3 @@ def install() -> None:
         recorder.closed = recorder.closed or recorder.n_done > 0 or bool(recorder.now["after"])
 
     os.register_at_fork(after_in_child=forked)  # a child of a process that trains is no rank
-
-
-def instead(home: Any, name: str, recorder: Recorder) -> None:
-    """Have a function that draws random numbers note its generator's state, and return a value that needs no luck.
-
-    Masks that ranks draw each for themselves are no difference then; that each draws what it should is seen by the
-    states. The numbers are drawn all the same, so that what is drawn later stays as it is.
-    """
-    plain = getattr(home, name)
-    names = (
-        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        if name == ATTENTION
-        else ("input", "p", "training", "inplace")
-    )
-
-    @wraps(plain)
-    def drawn(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not recorder.inside():
-            return plain(*args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs if name not in DRAWS else kwargs
-        rate = given.get("dropout_p", given.get("p", 0.5 if name in DROPOUTS else 0.0))
-        if name not in DRAWS and not (given.get("training", True) and rate):
-            return plain(*args, **kwargs)
-        draw = recorder.drew(given.get("generator"))
-        found = plain(*args, **kwargs)
-        draw["n"] = local_of(found).numel()
-        if name == ATTENTION:
-            return plain(**{**given, "dropout_p": 0.0})
-        return given["input"] if name in DROPOUTS else expected(found)
-
-    setattr(home, name, drawn)

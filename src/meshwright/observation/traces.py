@@ -65,8 +65,9 @@ class Run:
         if world != len(ranks):
             raise ConfigError(f"{folder} holds traces of {len(ranks)} of {world} ranks; the others never stepped")
         found = [
-            {"rank": rank, "others": ranks[rank][-1]["others"], "steps": [entry["step"] for entry in ranks[rank]]}
-            for rank in sorted(ranks)
+            {"rank": rank, "steps": [entry["step"] for entry in entries]}
+            | {key: entries[-1].get(key) for key in ("others", "cut")}
+            for rank, entries in sorted(ranks.items())
         ]
         return cls(Path(folder), found)
 
@@ -224,7 +225,8 @@ def _place(name: str, entry: dict[str, Any], whole: dict[str, Any]) -> Place | N
             start = entry["offset"][dims[0]]
             return Place(name, dims[0], torch.arange(start, start + entry["shape"][dims[0]]))
         return Place(name, offset=tuple(entry["offset"]))
-    m = entry["m"][0]
+    if not len(m := entry["m"][0]):
+        return None
     constant = float(m.std(correction=0)) < 1e-6 * (float(m.abs().max()) + 1e-300)
     order = [name, *(other for other in whole if other != name)] if name in whole else list(whole)
     for other in order:

@@ -23,7 +23,7 @@ def run(name: str, file: str) -> Any:
 
 def record() -> None:
     """Install the recorder, in an environment that may have no meshwright."""
-    folder, parts = os.path.dirname(HERE), ("patches", "sketches")
+    folder, parts = os.path.dirname(HERE), ("sketches", "patches")
     for part in parts:
         run(f"meshwright.observation.{part}", os.path.join(folder, f"{part}.py"))
     run("_meshwright_recorder", os.path.join(folder, "recorder.py")).install()
@@ -52,15 +52,19 @@ def run_twice() -> None:
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Finds torch as usual, and installs the recorder once torch has been imported."""
 
+    asks_others = False
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != "torch" or self.asks_others:
             return None
-        sys.meta_path.remove(self)
+        self.asks_others = True  # some only ask whether there is a torch, and import it later
         spec = importlib.util.find_spec("torch")
+        self.asks_others = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_record(module: Any) -> None:
+                sys.meta_path.remove(self)
                 was_enabled = gc.isenabled()
                 gc.disable()  # to collect among what torch creates takes longer than to create it
                 execute(module)
