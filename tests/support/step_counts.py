@@ -63,11 +63,11 @@ RING = {"context_parallel_method": "ring"}
 WHOLE = RING | {"activation_checkpointing": "full"}
 WAYS = {
     "ddp": Way(DDP, bare_steps.data, {"stage": 0}, {}, 1.0, Counts(978, 991, 4)),
-    "zero2": Way({"dp_shard": 2}, bare_steps.data, {"stage": 2}, {"zero_stage": 2}, 1.0, Counts(6905, 1150, 13), 1),
-    "zero3": Way({"dp_shard": 2}, bare_steps.data, {"stage": 3}, {"zero_stage": 3}, 1.0, Counts(7934, 1204, 16), 1),
-    "zero3, one unit": Way({"dp_shard": 2}, bare_steps.data, {"stage": 3}, {}, 1.0, Counts(5675, 1057, 7), BLOCKS),
-    "tp": Way(TP, bare_steps.tensor, {"sequence": False}, {"sequence_parallel": False}, 0.8, Counts(5947, 1078, 23)),
-    "tp and sp": Way(TP, bare_steps.tensor, {"sequence": True}, {}, 0.8, Counts(6447, 1401, 50)),
+    "zero2": Way({"dp_shard": 2}, bare_steps.data, {"stage": 2}, {"zero_stage": 2}, 1.0, Counts(5592, 1150, 13), 1),
+    "zero3": Way({"dp_shard": 2}, bare_steps.data, {"stage": 3}, {"zero_stage": 3}, 1.0, Counts(6621, 1204, 16), 1),
+    "zero3, one unit": Way({"dp_shard": 2}, bare_steps.data, {"stage": 3}, {}, 1.0, Counts(4362, 1057, 7), BLOCKS),
+    "tp": Way(TP, bare_steps.tensor, {"sequence": False}, {"sequence_parallel": False}, 0.8, Counts(4634, 1078, 23)),
+    "tp and sp": Way(TP, bare_steps.tensor, {"sequence": True}, {}, 0.8, Counts(5133, 1401, 50)),
     "pp, 1f1b": Way(
         PP,
         bare_steps.pipeline,
@@ -77,8 +77,8 @@ WAYS = {
         Counts(1859, 1980, 6),
         microbatch_rows=1,
     ),
-    "cp": Way(CP, bare_steps.context, {"recompute": False}, RING, 1.1, Counts(7592, 1493, 20), BLOCKS),
-    "cp, recomputed": Way(CP, bare_steps.context, {"recompute": True}, WHOLE, 1.1, Counts(13600, 2161, 24), BLOCKS),
+    "cp": Way(CP, bare_steps.context, {"recompute": False}, RING, 1.1, Counts(6279, 1493, 20), BLOCKS),
+    "cp, recomputed": Way(CP, bare_steps.context, {"recompute": True}, WHOLE, 1.1, Counts(12287, 2161, 24), BLOCKS),
 }
 
 

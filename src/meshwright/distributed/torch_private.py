@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +46,8 @@ STRIDED: tuple[type[Shard], ...] = tuple(
 )
 """torch's placement of a dim that FSDP2 cuts after another axis did; empty where torch has none of its own."""
 
+_WITHOUT_SUMS = (Shard, Replicate, *STRIDED)
+
 _CACHED = type(functools.cache(len))
 
 # --- DTensor
@@ -62,6 +64,39 @@ def local_part(tensor: Tensor) -> Tensor:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return mesh, placements and global shape as one value."""
     return tensor._spec
+
+
+def shares_in_lists(values: Iterable[Any]) -> list[Any] | None:
+    """Return the arguments of an operator on lists with local tensors for DTensors; None where shares do not suffice.
+
+    They do if the DTensors at one place of all lists lie alike, without partial sums, beside nothing but numbers.
+    """
+    lists = [value for value in values if isinstance(value, (list, tuple)) and value]
+    if any(isinstance(value, DTensor) for value in values):
+        return None
+    for place in zip(*lists, strict=True):
+        first: Any = None
+        has_plain = False
+        for leaf in place:
+            if type(leaf) is DTensor:
+                if first is None:
+                    first = leaf._spec
+                elif (spec := leaf._spec) is not first and (
+                    spec.placements != first.placements
+                    or leaf.shape != first.tensor_meta.shape
+                    or spec.mesh != first.mesh
+                ):
+                    return None
+            elif isinstance(leaf, Tensor) and (leaf.dim() or isinstance(leaf, DTensor)):
+                has_plain = True
+        if first is not None and (has_plain or any(type(where) not in _WITHOUT_SUMS for where in first.placements)):
+            return None
+    return [
+        [leaf._local_tensor if type(leaf) is DTensor else leaf for leaf in value]
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
 
 
 def forget_meshes() -> None:
