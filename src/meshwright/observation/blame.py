@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class Blame:
         what = f"{drawn[0]} begins with other values" if drawn else ""
         if not what and passes.wrong_rows() is not None:
             what = "the first step has other rows"
-        if not what and output is not None and max(pair.error for pair in output[1]) > MOST_NOISE:
+        if not what and output is not None and median(pair.error for pair in output[1]) > MOST_NOISE:
             what = f"outputs of {output[0] or 'the model'} differ in the first step"
         if what:
             raise ConfigError(
@@ -135,8 +136,8 @@ class Blame:
             if (drawn := self._draws(step)) is not None:
                 return drawn
             after = left[1] if self._has_left(step) else left[0]
-            if gradients and not after and (self._rates_differ(step) or self._is_made_up(gradients)):
-                gradients = []  # a rate makes up for a sum in place of a mean, or weights are averaged in their place
+            if gradients and not after and self._may_differ(step, gradients):
+                gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
@@ -229,10 +230,17 @@ class Blame:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
         return all("left" in one for one in every if one["after"])
 
-    def _is_made_up(self, gradients: list[Off]) -> bool:
-        """Return whether equal weights came of gradients that no factor makes equal, as Adam's updates are for one."""
+    def _may_differ(self, step: int, gradients: list[Off]) -> bool:
+        """Return whether equal weights may come of other gradients.
+
+        A rate makes up for a sum in place of a mean; weights are averaged in the place of gradients, which no factor
+        makes equal then; or an update by hand reduces and scales what it was given.
+        """
+        ranks = range(len(self.many.ranks))
         pairs = [(o.found, o.whole) for o in gradients]
-        return all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
+        by_hand = not any(rates for rank in ranks for rates in self.many.step(rank, step)["rates"].values())
+        averaged = all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
+        return by_hand or averaged or self._rates_differ(step)
 
     def _rates_differ(self, step: int) -> bool:
         whole = self.base["steps"][step]["rates"]
@@ -314,13 +322,18 @@ class Blame:
         }
 
     def _is_used(self, rank: int, step: int) -> set[str]:
-        """Return the parameters, by a rank's names, that the rank steps, has gradients of, or calls the modules of."""
+        """Return the parameters, by a rank's names, that the rank steps, has new gradients of, or calls the modules
+        of.
+        """
         own = self.many.step(rank, step)
+        last = self.many.step(rank, step - 1)["gradients"] if step else {}
         called = {event["module"] for event in own["forward"]}
         return {
             name
             for name in own["before"]
-            if name in own["rates"] or own["gradients"].get(name) or name.rpartition(".")[0] in called
+            if name in own["rates"]
+            or ((entry := own["gradients"].get(name)) and entry["norm"] != (last.get(name) or {}).get("norm"))
+            or name.rpartition(".")[0] in called
         }
 
     def _parameters(self, stage: str, step: int) -> list[Off]:

@@ -299,6 +299,8 @@ class Diagnosis:
                 max(fs) - min(fs) < 2 * self.bound * abs(fs[0]) for fs in by_rank.values()
             ):
                 return "missing reduction", "each rank scales by a number of its own", ranks
+        if (tied := self._copies_of_one(finite)) is not None:
+            return "tie broken", f"{tied} are one parameter in one process", ranks
         if self.number and any(self._stale(o, last) for o in finite):
             return "stale value", "the last step's is in it", ranks
         if (word := self._unreduced(finite)) is not None:
@@ -319,6 +321,8 @@ class Diagnosis:
             return "stale value", "what came back to its output is right", ranks
         if len(ranks) < self.n or self._replicas_differ(finite):
             return "missing reduction", "replicas differ", ranks
+        if not everywhere and all(is_position(o.name) for o in finite):
+            return "position", "", ranks
         if not everywhere:
             return "missing reduction", "", ranks
         if shares:
@@ -415,6 +419,18 @@ class Diagnosis:
             return "wrong group", "groups of ranks have their own parts of the sum"
         return None
 
+    def _copies_of_one(self, off: Sequence[Off]) -> str | None:
+        """Name two parameters of a rank that are one in one process, if that has another gradient."""
+        names = {o.name for o in off}
+        for own, placed in zip(self.own, self.places, strict=True):
+            homes: dict[Any, str] = {}
+            for name, place in placed.items():
+                if place.name in names and own["gradients"].get(name) is not None:
+                    other = homes.setdefault((place.name, place.key), name)
+                    if other != name:
+                        return f"{other} and {name}"
+        return None
+
     def _of_another(self, off: Sequence[Off]) -> str | None:
         for o in off[:4]:
             for name, entry in self.whole["gradients"].items():
@@ -485,12 +501,12 @@ class Diagnosis:
         return whole > 0 and not any(own)
 
     def _norms_before(self, off: Off) -> list[float]:
-        """Return the norms of a parameter's optimizer state after the last step: what a resume needs."""
+        """Return the norms, after the last step, of what differs of a parameter's optimizer state."""
         if not self.number:
             return []
         name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), None)
         state = self.many.step(off.rank, self.number - 1)["state"].get(name, {})
-        return [entry["norm"] for entry in state.values() if entry["shape"]]
+        return [state[key]["norm"] for key, _ in self._states(off) if key in state]
 
     def _states(self, off: Off) -> list[tuple[str, bool]]:
         """List the entries of a parameter's optimizer state that differ, and whether in dtype."""
@@ -547,4 +563,4 @@ def is_router(name: str) -> bool:
 
 
 def is_position(name: str) -> bool:
-    return any(word in name.lower() for word in ("pos", "rope", "rotary", "wpe"))
+    return any(word in name.lower() for word in ("pos", "rope", "rotary", "wpe", "relative"))

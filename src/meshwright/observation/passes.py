@@ -66,9 +66,7 @@ class Passes:
         self.keys, self.whole_keys = row_keys(self.own), row_keys([self.whole])[0]
         self._follow_in_order()
         rows = rows_of(self.whole, 0, {}, {}, self.whole_keys)
-        self.reference: dict[Key, dict[str, Row]] = {
-            key: {row.key: row for row in found} for key, found in rows.items()
-        }
+        self.reference: dict[Key, dict[str, Row]] = {key: told_apart(found) for key, found in rows.items()}
         self.rows = [
             rows_of(one, rank, self.names[rank], self.lengths[rank], self.keys[rank])
             for rank, one in enumerate(self.own)
@@ -332,7 +330,8 @@ class Passes:
         }
 
     def in_order(self) -> list[Key]:
-        return sorted(self.reference, key=lambda key: next(iter(self.reference[key].values())).order)
+        known = [key for key, rows in self.reference.items() if rows]
+        return sorted(known, key=lambda key: next(iter(self.reference[key].values())).order)
 
     def first_output(self, among: set[str] | None = None) -> tuple[str, list[Pair], list[Pair]] | None:
         """Find the first module whose output differs, if the last ones differ, too: its name, those rows, all rows.
@@ -362,15 +361,20 @@ class Passes:
 
     @staticmethod
     def add_up(pairs: list[Pair]) -> bool:
-        """Return whether the ranks' rows are parts of a sum that is one process's."""
+        """Return whether the ranks' rows are parts of a sum, or of a mean, that is one process's."""
         by_row: dict[str, list[Pair]] = defaultdict(list)
         for pair in pairs:
             by_row[pair.row].append(pair)
-        return all(
-            len(parts) > 1
-            and len({part.found.shape for part in parts}) == 1
-            and relative(torch.stack([part.found for part in parts]).sum(0), parts[0].whole) < 1e-3
-            for parts in by_row.values()
+        for parts in by_row.values():
+            first = parts[0]
+            if len(parts) < 2 or any(p.found.shape != first.found.shape for p in parts):
+                return False
+            if any(relative(p.whole, first.whole) > 1e-3 for p in parts):
+                return False  # parts of a row, not of a sum
+        sums = [(torch.stack([part.found for part in parts]).sum(0), parts) for parts in by_row.values()]
+        return any(
+            all(relative(total / (len(parts) if is_mean else 1), parts[0].whole) < 1e-3 for total, parts in sums)
+            for is_mean in (False, True)
         )
 
     # --- what came back
@@ -402,6 +406,17 @@ class Passes:
             if pairs := self._returned(key):
                 return [factor(pair.found, pair.whole, max(1e-3, ROUNDING.get(pair.dtypes[1], 0.0))) for pair in pairs]
         return []
+
+
+def told_apart(rows: list[Row]) -> dict[str, Row]:
+    """Return rows by name, without those that a module was given again, beside something else."""
+    found: dict[str, Row] = {}
+    others = set()
+    for row in rows:
+        same = found.setdefault(row.key, row)
+        if same is not row and relative(row.features, same.features) > 1e-6:
+            others.add(row.key)
+    return {key: row for key, row in found.items() if key not in others}
 
 
 def module_names(places: dict[str, Place]) -> dict[str, str]:

@@ -63,8 +63,7 @@ def record(tensor: Any) -> dict[str, Any]:
     if hasattr(local, "placements"):
         whole, kind = tuple(local.shape), [str(p) for p in local.placements]
         offset = _offset(local)
-        local = local_of(local)
-    plain = local.detach()
+    plain = local_of(local).detach()
     if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
         plain = plain.view(torch.uint8) if plain.dim() else plain.double()
     values = plain_of(plain)
@@ -166,6 +165,8 @@ class Recorder:
         self.returned = 0
         self.held: dict[int, tuple[Any, list[Piece]]] = {}
         self.named: dict[str, int] = {}
+        self.homes: dict[int, int] = {}
+        """By parameter, the model that holds it."""
         self.modules: dict[int, str] = {}
         self.buffers: list[tuple[nn.Module, str, str]] = []
         self.roots: dict[int, nn.Module] = {}
@@ -290,24 +291,28 @@ class Recorder:
         if not self.by_hand or self.closed:
             return
         self._meet()
-        known = self.held.keys() | ()
-        if module is not None and self.find_names([*module.parameters()]):
-            for key, (tensor, _) in self.held.items():
-                if tensor.is_leaf and tensor.requires_grad and key not in known:
-                    tensor.register_post_accumulate_grad_hook(self._arrive)
         before, now = self.now["before"], self.parameters()
-        if not any(name in before and now[name] is not before[name] for name in now) or not self.arrived:
+        if self.arrived and any(name in before and now[name] is not before[name] for name in now):
+            for name, (tensor, piece) in self._by_name().items():
+                given, copied = self.arrived.get(id(tensor), (None, None))
+                gradient = given if tensor.grad is None else tensor.grad
+                if gradient is not None and copied is not None and not bool(local_of(gradient).any()):
+                    gradient = copied  # it is zeroed for the next step already
+                if gradient is not None:
+                    self.now["gradients"][name] = piece.record(gradient)
+                self.now["rates"][name] = {}
+            self.now["after"], self.stepped, self.arrived = now, {id(self)}, {}
+            if module is not None:
+                self.finish_step()
+        else:
             self.now["before"] = now
+        known = self.held.keys() | ()
+        if module is None or self.closed or not self.find_names([*module.parameters()]):
             return
-        for name, (tensor, piece) in self._by_name().items():
-            given, copied = self.arrived.get(id(tensor), (None, None))
-            gradient = given if tensor.grad is None else tensor.grad
-            if gradient is not None and copied is not None and not bool(local_of(gradient).any()):
-                gradient = copied  # it is zeroed for the next step already
-            if gradient is not None:
-                self.now["gradients"][name] = piece.record(gradient)
-            self.now["rates"][name] = {}
-        self.now["after"], self.stepped, self.arrived = now, {id(self)}, {}
+        self.now["before"] = self.parameters()
+        for key, (tensor, _) in self.held.items():
+            if tensor.is_leaf and tensor.requires_grad and key not in known:
+                tensor.register_post_accumulate_grad_hook(self._arrive)
 
     def _arrive(self, parameter: Tensor) -> None:
         gradient = parameter.grad  # None where another hook has moved it elsewhere
@@ -350,7 +355,7 @@ class Recorder:
 
     def _by_name(self) -> dict[str, tuple[Any, Piece]]:
         every = ((key, tensor, piece) for key, (tensor, pieces) in self.held.items() for piece in pieces)
-        return {piece.name: (tensor, piece) for key, tensor, piece in every if self.named[piece.name] == key}
+        return {piece.name: (tensor, piece) for key, tensor, piece in every if self.named.get(piece.name) == key}
 
     def inside(self) -> bool:
         """Return whether a module's forward runs, for the first time or again in a backward."""
@@ -402,15 +407,16 @@ class Recorder:
         for top in outer:
             held[id(top)] |= {key for m in top.modules() for key in pieces_of(m, "")}
         tops = [top for top in outer if held[id(top)] & wanted]
-        if not tops and not self.held:  # the optimizer steps tensors of its own
-            tops = [top for top in outer if id(top) in self.roots and held[id(top)]]
+        if not tops:  # the optimizer steps tensors of its own, of a model that is new
+            tops = [top for top in outer if id(top) in self.roots and held[id(top)] - self.held.keys()]
         tops.sort(key=lambda top: (-len(held[id(top)] & wanted), -len(held[id(top)])))
         for top in tops:
             self._name(top)
+        succeeds = bool(tops)
         for number, p in enumerate(stepped):
             if id(p) not in self.held:
                 name = name_of(p) or f"parameter {number}"
-                while name in self.named and self.held[self.named[name]][0] is not p:
+                while name in self.named and not (succeeds and name not in self.now["rates"]):
                     name += "'"
                 self.held[id(p)], self.named[name] = (p, [Piece(name)]), id(p)
         return True
@@ -431,13 +437,16 @@ class Recorder:
             self.others.append(prefix.rstrip("."))
             new = {key: (t, [replace(p, name=prefix + p.name) for p in pieces]) for key, (t, pieces) in new.items()}
             modules = {key: (prefix + name).rstrip(".") for key, name in modules.items()}
+        elif rivals:  # what the model before had, and this one has not, is gone
+            gone = {self.homes.get(key, 0) for key in rivals}
+            self.named = {name: key for name, key in self.named.items() if self.homes.get(key) not in gone}
         for key, name in modules.items():
             self.modules.setdefault(key, name)
         self.buffers = [entry for entry in self.buffers if not modules.keys() or entry[2] not in modules.values()]
         for module in top.modules():
             self.buffers += [(module, key, f"{modules[id(module)]}.{key}".strip(".")) for key in module._buffers]
         for key, (tensor, pieces) in new.items():
-            self.held[key] = tensor, pieces
+            self.held[key], self.homes[key] = (tensor, pieces), id(top)
             self.named |= {piece.name: key for piece in pieces}
 
     def _walk(

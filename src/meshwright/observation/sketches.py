@@ -72,9 +72,10 @@ def plain_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_of(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return what this rank holds of a tensor, a sparse one's zeros included."""
     found = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return found.wait() if hasattr(found, "wait") else found
+    found = found.wait() if hasattr(found, "wait") else found
+    return found if found.layout == torch.strided else found.to_dense()
 
 
 def checksum(tensor: Any) -> int:
@@ -127,10 +128,15 @@ def hashes(tensor: Any) -> list[str]:
 
 
 def ids_of(tensor: Tensor) -> list[list[int]] | None:
-    """List the numbers of an integer tensor of (rows, tokens); None for any other, or a large one."""
-    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 2 or tensor.numel() > TOKENS * 4:
+    """List a number for each token of (rows, tokens) or (rows, tokens, features); None for others and large ones."""
+    is_whole = not tensor.is_floating_point()
+    if tensor.dim() != (2 if is_whole else 3) or tensor.numel() > TOKENS * (4 if is_whole else 64):
         return None
-    return local_of(tensor).tolist()
+    found = local_of(tensor).detach()
+    if not is_whole:
+        bits = found.float().contiguous().view(torch.int32).to(torch.int64)
+        found = (bits * (2 * torch.arange(bits.shape[-1], device=bits.device) + 1) ** 3).sum(-1)
+    return found.tolist()
 
 
 def first_tensor(value: Any) -> Tensor | None:

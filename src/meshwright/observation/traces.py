@@ -82,7 +82,7 @@ class Run:
         for trace in self.ranks:
             own = [_rows(step) for step in trace["steps"]]
             spare = range(max(0, len(rows) - len(own)) + 1)
-            late = max(spare, key=lambda n: (sum(bool(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
+            late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
             ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
         return Run(self.folder, ranks)
 
