@@ -453,7 +453,7 @@ def test_advice_about_a_stream_of_pairs_is_followed(tmp_path):
 
 def test_what_a_refusal_says_of_inspect_is_so(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*RECORDS, {"prompt": "a"}]))
-    assert "meshwright inspect lists what becomes of all records" in reading(tmp_path, {})
+    assert "meshwright inspect lists up to 50 kinds, of the first 10,000 records" in reading(tmp_path, {})
     assert main(["inspect", str(tmp_path / "a.jsonl")]) == 0
     assert "4; 1 of them cannot be used:" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import formats
 from meshwright.data import scan as sources
@@ -118,9 +119,9 @@ def test_a_folder_of_one_format_is_read_and_one_of_several_must_be_told(tmp_path
 
 
 BAD = {
-    '{"text": "cut': r"a.jsonl, line 3 is no JSON \(Unterminated string.*: '\{\"text\": \"cut'. In JSON lines each"
+    '{"text": "cut': r"a.jsonl, row 3 is no JSON \(Unterminated string.*: '\{\"text\": \"cut'. In JSON lines each"
     r" line is one object",
-    '["a"]': r"a.jsonl, line 3 is a JSON list, not an object",
+    '["a"]': r"a.jsonl, row 3 is a JSON list, not an object",
     '{"txet": "x", "label": 1}': r"row 3: the column 'text' is missing. Did you mean 'txet'\? Columns with a value:"
     r" 'txet', 'label'",
     '{"text": null, "body": "x"}': r"row 3: the column 'text' is empty. .*Columns with a value: 'body'",
@@ -138,15 +139,15 @@ def test_a_bad_row_is_named_with_file_and_row_and_skipped_when_that_is_wanted(tm
     options = SourceOptions((str(tmp_path / "a.jsonl"),), on_bad_row="skip")
     prepared = prepare(options, ByteTokenizer(), 0, tmp_path / "cache", said.append)
     assert texts(open_corpus(prepared.folder).training) == ["one", "two"] and prepared.meta.skipped == {"a.jsonl": 1}
-    assert any("skipped: " in text and ("row 3" in text or "line 3" in text) for text in said)
+    assert any("skipped: " in text and "row 3" in text for text in said)
 
 
 MIXED = {
-    r"row 2, turn 2: the role 'asistant' is none of .*Did you mean 'assistant'\? \(also rows 5, 11, 12 and 2 more\)": 2,
+    r"row 2, turn 2: the role 'asistant' is none.*Did you mean 'assistant'\? \(also rows 5, 11, 12 and 2 more, 6 in all\)": 2,
     r"row 3, turn 2: the assistant's answer is empty, so an immediate stop would be learnt \(also row 10\)": 3,
     r"row 4: 'messages' must be a list of messages with a role and a content each .* and is 'no list'$": 4,
     r"row 7: the column 'context' holds 'another long text', .*data.ignore = \['context'\]$": 7,
-    r"line 8 is no JSON \(Expecting value.*each line is one object": 8,
+    r"row 8 is no JSON \(Expecting value.*each line is one object": 8,
 }
 """What a refusal says of a file, by the row that it names first."""
 
@@ -170,7 +171,7 @@ def test_a_refusal_names_every_kind_of_bad_row_of_a_file_at_once(tmp_path):
     assert all(re.match(f"- {pattern}", line) for pattern, line in zip(MIXED, listed, strict=True)), listed
 
 
-def test_no_more_than_ten_kinds_of_bad_rows_are_named(tmp_path):
+def test_a_refusal_names_ten_kinds_of_bad_rows_and_inspect_all(tmp_path, capsys):
     rows = ['{"text": "one"}', *(f'{{"text": {value}}}' for value in ("null", "5", "[1]", "{}", "true", "0.5"))]
     rows += ["x", "[1]", "1", '"a"', "null", "true", '{"body": "x"}', '{"txt": "x"}']
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -178,6 +179,21 @@ def test_no_more_than_ten_kinds_of_bad_rows_are_named(tmp_path):
         ConfigError, match=r"14 rows of .* for \d+ reasons:(\n- .*){10}\n- and \d+ more kinds\nTo leave"
     ):
         prepare(SourceOptions((str(tmp_path / "a.jsonl"),)), ByteTokenizer(), 0, tmp_path / "cache")
+    assert main(["inspect", str(tmp_path / "a.jsonl")]) == 0
+    said = capsys.readouterr().out
+    assert "more kinds" not in said and all(f", row {n}" in said for n in (3, 5, 8, 9, 14, 15)), said
+    (tmp_path / "a.jsonl").write_text("\n".join(rows[1:]))
+    assert main(["inspect", str(tmp_path / "a.jsonl"), "--data.column=text"]) == 2
+    said = capsys.readouterr().err
+    assert "none of 14 records can be used:\n- " in said and said.count("\n- ") > 10, said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_inspect_names_the_numbers_of_all_rows_of_a_kind(tmp_path, capsys, name):
+    rows, ends = ["3", "4", *['{"text": "one"}'] * 10, "5", "6"], name == "a.json"
+    (tmp_path / name).write_text("[" * ends + (",\n" if ends else "\n").join(rows) + "]" * ends)
+    assert main(["inspect", str(tmp_path / name), "--data.column=text"]) == 0
+    assert " (also rows 2, 13, 14)\n" in capsys.readouterr().out
 
 
 def test_many_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_path):
@@ -187,7 +203,7 @@ def test_many_bad_rows_are_counted_and_a_file_of_nothing_else_is_refused(tmp_pat
     assert prepare(options, ByteTokenizer(), 0, tmp_path / "cache", said.append).meta.skipped == {"a.jsonl": 20}
     assert sum("is no JSON" in line for line in said) == 3 and any("20 of the 21 rows" in line for line in said)
     (tmp_path / "b.jsonl").write_text("x\n" * 3)
-    with pytest.raises(ConfigError, match="b.jsonl, line 1 is no JSON"):
+    with pytest.raises(ConfigError, match="b.jsonl, row 1 is no JSON"):
         prepare(SourceOptions((str(tmp_path / "b.jsonl"),), on_bad_row="skip"), ByteTokenizer(), 0, tmp_path / "cache")
 
 

@@ -86,7 +86,7 @@ def test_what_is_no_object_is_a_bad_row_and_the_others_are_read(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "one"},\n 5, {"txet": "x"},\n {"text": "two"}]')
     options = SourceOptions((str(tmp_path / "a.json"),))
     with pytest.raises(
-        ConfigError, match=r"(?s)a.json .*record 2 \(line 2\) is a JSON int, not an object.*row 3.*on_bad_row"
+        ConfigError, match=r"(?s)a.json .*row 2 \(line 2\) is a JSON int, not an object.*row 3.*on_bad_row"
     ):
         prepare(options, ByteTokenizer(), 0, tmp_path / "cache")
     said: list[str] = []

@@ -123,7 +123,7 @@ def test_conversations_stay_whole_and_each_comes_once_per_epoch(talks):
 
 def test_bad_rows_meet_the_policy_and_are_said_once(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\nx\n{"text": "de"}\n')
-    with pytest.raises(ConfigError, match=r"a.jsonl, line 2 is no JSON"):
+    with pytest.raises(ConfigError, match=r"a.jsonl, row 2 is no JSON"):
         streamed(tmp_path / "a.jsonl").rows(np.array([0]))
     said: list[str] = []
     rows = streamed(tmp_path / "a.jsonl", said.append, on_bad_row="skip").rows(np.arange(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from .corpus import (
     read_meta,
     write_corpus,
 )
-from .formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record
+from .formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record, kind_of, kinds_listed
 from .images import NO_IMAGES, ImageFile, Vision
 from .options import SourceOptions
 from .scan import Scan, SourceFile
@@ -287,8 +286,10 @@ def _batches(examples: Examples) -> Iterator[list[tuple[str, Example]]]:
 _NAMED = 3
 """Number of unusable rows per file that are reported one by one; the rest are only counted."""
 
-_KINDS, _LISTED_ROWS = 10, 10_000
-"""Number of kinds of problems that a refusal names, and of rows behind the first unusable one that it looks at."""
+_KINDS, MOST_KINDS = 10, 50
+"""Number of kinds of problems that a refusal names, and that ``meshwright inspect`` does."""
+MOST_LISTED = 10_000
+"""Number of rows behind the first unusable one that a refusal looks at, and of records that are inspected."""
 
 Say = Callable[[str], None]
 Split = str
@@ -521,7 +522,7 @@ class TokenisingRecipe:
                 yield place, self.examples_of(file, number, record)
             except BadRow as bad:
                 if self.options.on_bad_row == "refuse":
-                    others = ((number, record) for _, (number, record) in islice(records, _LISTED_ROWS))
+                    others = ((number, record) for _, (number, record) in islice(records, MOST_LISTED))
                     raise ConfigError(self._problems(file, number, bad, others)) from None
                 skipped[file.name] = skipped.get(file.name, 0) + 1
                 if skipped[file.name] <= _NAMED:
@@ -531,38 +532,30 @@ class TokenisingRecipe:
         self, file: SourceFile, number: int, first: BadRow, behind: Iterable[tuple[int, Record | BadRow]]
     ) -> str:
         """Describe each kind of problem of a file's rows once, with the rows that have it, by the file's order."""
-        rows, texts = {(kind := kind_of(first)): [number]}, {kind: str(first)}
+        bad = [(number, str(first))]
         for row, record in behind:
             try:
                 self.examples_of(file, row, record)
-            except BadRow as bad:
-                kind = kind_of(bad)
-                rows.setdefault(kind, []).append(row)
-                texts.setdefault(kind, str(bad))
+            except BadRow as error:
+                bad.append((row, str(error)))
         way = "To leave such rows out, set data.on_bad_row = 'skip'"
         if long := self._too_long(file):
-            kind = f"longer than data.seq_len = {self.seq_len}"
-            rows[kind], texts[kind] = long, f"{file.path}, row {long[0]}: {kind}"
+            bad += [(row, f"{file.path}, row {row}: longer than data.seq_len = {self.seq_len}") for row in long]
             way += " and data.too_long = 'skip'"
-        way += "; meshwright inspect lists what becomes of all records"
-        listed = []
-        for kind, (_, *others) in [*rows.items()][:_KINDS]:
-            named = f"row{'s' * (len(others) > 1)} {', '.join(map(str, others[:_NAMED]))}"
-            named += f" and {len(others) - _NAMED:,} more" * (len(others) > _NAMED)
-            listed.append(texts[kind].rstrip(".") + f" (also {named})" * bool(others))
-        if len(rows) == 1:
+        way += f"; meshwright inspect lists up to {MOST_KINDS} kinds, of the first {MOST_LISTED:,} records"
+        listed = kinds_listed(bad, _KINDS)
+        if len(listed) == 1:
             return f"{listed[0]}. {way}"
         listed = [text.replace(f"{file.path}, ", "", 1) for text in listed]
-        more = [f"and {len(rows) - _KINDS} more kinds"] * (len(rows) > _KINDS)
-        head = f"{sum(map(len, rows.values()))} rows of {file.path} cannot be used, for {len(rows)} reasons:"
-        return "\n- ".join([head, *listed, *more]) + f"\n{way}"
+        head = f"{len(bad)} rows of {file.path} cannot be used, for {len({kind_of(text) for _, text in bad})} reasons:"
+        return "\n- ".join([head, *listed]) + f"\n{way}"
 
     def _too_long(self, file: SourceFile) -> list[int]:
         """Return the rows, from 1 and of the first that a refusal looks at, with a document that is too long."""
         numbers: list[int] = []
         found: list[tuple[Split, Example]] = []
         every = RECORD_FORMATS[self.scan.format].records(file.path) if self.seq_len and self.task.is_whole else ()
-        for number, record in islice(every, _LISTED_ROWS):
+        for number, record in islice(every, MOST_LISTED):
             with suppress(BadRow):
                 examples = self.examples_of(file, number, record)
                 numbers += [number] * len(examples)
@@ -570,11 +563,6 @@ class TokenisingRecipe:
         lengths = (len(ids) for _, ids, _, _ in self.encoder().encode(iter(found)))
         long = (number for number, length in zip(numbers, lengths, strict=True) if length > self.seq_len)
         return list(dict.fromkeys(long))
-
-
-def kind_of(bad: object) -> str:
-    """Return the text of a bad row without what differs from row to row: quoted words and numbers."""
-    return re.sub(r" Did you mean .*\?|'[^']*'|\"[^\"]*\"|\d+", "…", str(bad)).strip(".…")
 
 
 def files_of(scan: Scan) -> list[list[Any]]:

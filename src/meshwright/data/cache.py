@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.core.files import sync_folder
 from meshwright.core.host import default_cache_dir
 
-from .building import TokenisingRecipe, check_fraction, files_of, image_folders, kind_of, texts_of
+from .building import MOST_KINDS, MOST_LISTED, TokenisingRecipe, check_fraction, files_of, image_folders, texts_of
 from .corpus import (
     TRAINING,
     VALIDATION,
@@ -40,7 +39,7 @@ from .corpus import (
     open_tokenised,
     read_meta,
 )
-from .formats import RECORD_FORMATS, BadRow
+from .formats import RECORD_FORMATS, BadRow, kinds_listed
 from .images import NO_IMAGES, PixelReader, Vision
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
 from .options import MixturePart, SourceOptions
@@ -279,12 +278,6 @@ def open_parts(
     return corpora, PixelReader(vision.processor) if isinstance(corpora[0].training, Pictured) else None
 
 
-MOST = 10_000
-"""Records that are counted of a source."""
-_NAMED = 10
-"""Kinds of records that cannot be used and are named, each by its first."""
-
-
 @dataclass(frozen=True)
 class Account:
     """What becomes of the first records of a source, or of its texts.
@@ -292,14 +285,14 @@ class Account:
     Attributes:
         records: those that were read; None: texts.
         all_records: those that there are.
-        unusable: the reason of each that cannot be used.
+        unusable: number and reason of each that cannot be used.
         splits: the documents of those that can, to train on and held out.
         notes: columns that are not read, and where texts and tokens differ.
     """
 
     records: int | None
     all_records: int
-    unusable: list[str]
+    unusable: list[tuple[int, str]]
     splits: tuple[Split, Split]
     notes: list[str]
 
@@ -309,16 +302,7 @@ class Account:
             among = "" if self.records == self.all_records else f", the first of {self.all_records:,}"
             bad = f"; {len(self.unusable):,} of them cannot be used:" if self.unusable else ", all of which can be used"
             yield "records", f"{self.records:,}{among}{bad}"
-        kinds: dict[str, list[str]] = {}
-        for reason in self.unusable:
-            kinds.setdefault(kind_of(reason), []).append(reason)
-        for first, *others in [*kinds.values()][:_NAMED]:
-            numbers = re.findall(r", row (\d+)", " ".join(others[:_NAMED]))
-            also = f" (also row{'s' * (len(others) > 1)} {', '.join(numbers)}"
-            also += f" and {len(others) - _NAMED:,} more" * (len(others) > _NAMED)
-            yield "", first.rstrip(".") + f"{also})" * bool(others)
-        if (more := len(kinds) - _NAMED) > 0:
-            yield "", f"and {more:,} more kinds"
+        yield from (("", line) for line in kinds_listed(self.unusable, MOST_KINDS))
         if self.unusable:
             yield "", "training leaves them out with --data.on_bad_row=skip"
         whole = [split for split in self.splits if isinstance(split, Whole)]
@@ -367,13 +351,13 @@ def sizes_text(splits: Iterable[tuple[Split, Split]], seq_len: int) -> str:
 
 
 def account_of(recipe: TokenisingRecipe) -> Account:
-    """Read up to MOST records, also where one of them cannot be used, or all texts, and count what becomes of them.
+    """Read up to MOST_LISTED records, also where one of them is bad, or all texts, and count what becomes of them.
 
     Raises:
         ConfigError: none of them can be used.
     """
     found: list[tuple[str, Example]] = []
-    bad: list[str] = []
+    bad: list[tuple[int, str]] = []
     n, files = 0, recipe.scan.files
     if recipe.scan.format == "text":
         found = list(recipe.texts())
@@ -383,16 +367,16 @@ def account_of(recipe: TokenisingRecipe) -> Account:
             for file, is_held in zip(files, recipe.held_rows(), strict=True)
             for place, row in enumerate(RECORD_FORMATS[recipe.scan.format].records(file.path))
         )
-        for file, is_held, (number, record) in islice(every, MOST):
+        for file, is_held, (number, record) in islice(every, MOST_LISTED):
             n += 1
             try:
                 examples = recipe.examples_of(file, number, record)
             except BadRow as error:
-                bad.append(str(error))
+                bad.append((number, str(error)))
                 continue
             found += [(VALIDATION if is_held else TRAINING, example) for example in examples]
     if bad and not found:
-        raise ConfigError(f"none of {n:,} records can be used. The first: {bad[0]}")
+        raise ConfigError("\n- ".join([f"none of {n:,} records can be used:", *kinds_listed(bad, MOST_KINDS)]))
     encoder = recipe.encoder()
     encoded = list(encoder.encode(iter(found)))
 

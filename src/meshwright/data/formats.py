@@ -13,7 +13,7 @@ import lzma
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,32 @@ class BadRow(ConfigError):
         super().__init__(text)
         self.columns = tuple(columns)
 
+
+def kind_of(bad: str) -> str:
+    """Return the text of a bad row without what differs from row to row: quoted words and numbers."""
+    return re.sub(r" Did you mean .*\?|'[^']*'|\"[^\"]*\"|\d+", "…", bad).strip(".…")
+
+
+def kinds_listed(bad: Iterable[tuple[int, str]], most: int) -> list[str]:
+    """Say each kind of bad row by the first that has it, with the others: ``most`` kinds, and how many more there are.
+
+    Args:
+        bad: numbers and texts of the rows.
+    """
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for row, text in bad:
+        kinds.setdefault(kind_of(text), []).append((row, text))
+    listed = []
+    for (_, text), *others in [*kinds.values()][:most]:
+        also = f" (also row{'s' * (len(others) > 1)} {', '.join(str(row) for row, _ in others[:_ROWS])}"
+        also += f" and {len(others) - _ROWS:,} more, {len(others) + 1:,} in all" * (len(others) > _ROWS)
+        listed.append(text.rstrip(".") + f"{also})" * bool(others))
+    more = len(kinds) - most
+    return [*listed, *[f"and {more:,} more kind{'s' * (more > 1)}"] * (more > 0)]
+
+
+_ROWS = 3
+"""Rows of a kind that are named beside its first."""
 
 Rows = Iterator[tuple[int, Record | BadRow]]
 """Numbers of rows, and their records."""
@@ -135,7 +161,7 @@ def json_list(path: Path) -> Rows:
                 if isinstance(record, dict):
                     yield number, record
                 else:
-                    kind, where = type(record).__name__, f"{path}, record {number} (line {begins})"
+                    kind, where = type(record).__name__, f"{path}, row {number} (line {begins})"
                     yield number, BadRow(f"{where} is a JSON {kind}, not an object. It must be like {_LIKE}")
                 sign = text.next_sign()
                 if sign != ",":
@@ -171,16 +197,14 @@ def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
     try:
         record = json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
-        return BadRow(f"{path}, line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line)")
+        return BadRow(f"{path}, row {number} is not UTF-8 ({error.reason} at its byte {error.start})")
     except (ValueError, RecursionError) as error:
         return BadRow(
-            f"{path}, line {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like"
-            f" {_LIKE}"
+            f"{path}, row {number} is no JSON ({error}): {shown!r}. In JSON lines each line is one object, like {_LIKE}"
         )
     if not isinstance(record, dict):
         return BadRow(
-            f"{path}, line {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like"
-            f" {_LIKE}"
+            f"{path}, row {number} is a JSON {type(record).__name__}, not an object: {shown!r}. It must be like {_LIKE}"
         )
     return record
 
