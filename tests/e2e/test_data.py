@@ -258,7 +258,7 @@ def test_a_record_damaged_between_two_sittings_stays_as_it_was_and_other_changes
     first = train(1, job=Job(told | {"steps": 3}))[0].folder
     file.write_text("\n".join([*rows[:7], rows[7][:-3], *rows[8:]]) + "\n")
     (refused,) = train(1, {"steps": 6}, folder=first)
-    assert refused.status == 2 and re.search(r"line 8 .*set data.on_bad_row = 'skip'", str(refused.error))
+    assert refused.status == 2 and re.search(r"row 8 .*set data.on_bad_row = 'skip'", str(refused.error))
     (again,) = train(1, {"steps": 6, "data.on_bad_row": "skip"}, folder=first)
     assert again.status == 0 and losses(first) == losses(straight), again.error
     assert "unusable rows of a.jsonl, 1 in all, stay as they were when the run began" in again.out

@@ -143,7 +143,7 @@ def test_a_bad_row_is_named_with_file_and_row_and_skipped_when_that_is_wanted(tm
 
 
 MIXED = {
-    r"row 2, turn 2: the role 'asistant' is none.*Did you mean 'assistant'\? \(also rows 5, 11, 12 and 2 more, 6 in all\)": 2,
+    r"row 2, turn 2: the role 'asistant' .*Did you mean 'assistant'\? \(also rows 5, 11, 12 and 2 more, 6 in all\)": 2,
     r"row 3, turn 2: the assistant's answer is empty, so an immediate stop would be learnt \(also row 10\)": 3,
     r"row 4: 'messages' must be a list of messages with a role and a content each .* and is 'no list'$": 4,
     r"row 7: the column 'context' holds 'another long text', .*data.ignore = \['context'\]$": 7,

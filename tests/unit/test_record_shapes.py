@@ -356,6 +356,8 @@ def test_inspect_and_train_count_alike(tmp_path, capsys, too_long):
         config = Config.from_dict({"data": given | {"source": [str(tmp_path / name)]}, "batch": {"global_batch": 2}})
         feed = build_feed(config, load_tokenizer("bytes"), 0, 1, Progress())
         assert feed.description.startswith(f"{seen} · 50 tokens per row") and " held out" in seen
+        said = " ".join(feed.notes)
+        assert ("1 row of" in said and "is left out (data.on_bad_row = 'skip')" in said) == (name == "a.jsonl")
 
 
 def test_one_refusal_names_bad_rows_and_those_that_are_too_long(tmp_path):
@@ -389,7 +391,7 @@ def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
         "row 2, turn 2: the content must be text",
         "data       ",
         "[[ ]]      is read, and not learnt",
-        "1 of 2 documents are longer than data.seq_len = 40: cut short, 0 of them left out",
+        "1 of 2 documents is longer than data.seq_len = 40: cut short, 0 of them left out",
         "columns not read: id (in 3)",
         "[[<user>2+2?;<assistant>]]Hello there;",
     ):

@@ -43,7 +43,7 @@ from .formats import RECORD_FORMATS, BadRow, kinds_listed
 from .images import NO_IMAGES, PixelReader, Vision
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
 from .options import MixturePart, SourceOptions
-from .packing import Corpus, Split, Stream, Whole
+from .packing import Corpus, Split, Stream, Whole, are_longer
 from .scan import TOKEN_FORMATS, Scan, scan_sources
 from .tokenizers import ByteTokenizer, FileTokenizer, Tokenizer
 from .turns import OWN, Example
@@ -313,10 +313,8 @@ class Account:
             )
             yield (
                 "too long",
-                f"{n:,} of {sum(split.n_documents for split in whole):,} documents are longer than data.seq_len ="
-                f" {seq_len}: {fate}"
-                + "; --data.too_long=skip leaves them out, truncate cuts their ends off"
-                * (fate == "refused"),
+                f"{n:,} of {sum(split.n_documents for split in whole):,} documents {are_longer(n, seq_len)}: {fate}"
+                + "; --data.too_long=skip leaves them out, truncate cuts their ends off" * (fate == "refused"),
             )
         kept = [
             replace(split, too_long="skip", _kept_lengths={})

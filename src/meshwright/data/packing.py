@@ -292,8 +292,8 @@ class Whole:
         n_long = self.n_too_long(seq_len)
         if n_long and self.too_long == "refuse":
             raise ConfigError(
-                f"{n_long} of the {self.n_documents} conversations of the {self.name} split are longer than"
-                f" data.seq_len = {seq_len} (the longest has {self.lengths.max()} tokens). Set"
+                f"{n_long} of the {self.n_documents} conversations of the {self.name} split"
+                f" {are_longer(n_long, seq_len)} (the longest has {self.lengths.max()} tokens). Set"
                 f" data.too_long = 'truncate' or 'skip', or a higher data.seq_len where the model takes as many"
             )
         n = len(self._bins(seq_len)[1]) - 1
@@ -363,6 +363,11 @@ class Whole:
         if seq_len not in self._packed:
             self._packed[seq_len] = best_fit(self.kept_lengths(seq_len), seq_len)
         return self._packed[seq_len]
+
+
+def are_longer(n: int, seq_len: int) -> str:
+    """Return the predicate of ``n`` documents that do not fit."""
+    return f"{'is' if n == 1 else 'are'} longer than data.seq_len = {seq_len}"
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -33,7 +33,7 @@ from meshwright.data.corpus import Pictured
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
-from meshwright.data.packing import RowEnds, Stream, Whole
+from meshwright.data.packing import RowEnds, Stream, Whole, are_longer
 from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.turns import OWN, load_template
 from meshwright.distributed.process import agree
@@ -509,12 +509,12 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
             left_out = n if part.too_long == "skip" else sum(split.n_unlearnt(seq_len) for split in wholes)
             why = ", since nothing to learn is left of them" * (part.too_long != "skip")
             among = sum(split.n_documents for split in wholes)
-            fates = [f"{n - left_out} are cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
-            yield (f"{n} of {among} documents are longer than data.seq_len = {seq_len}: {' and '.join(fates)}")
+            fates = [f"{n - left_out} cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
+            yield f"{n} of {among} documents {are_longer(n, seq_len)}: {' and '.join(fates)}"
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
             yield (
-                f"{skipped} rows of {', '.join(part.source)} could not be used and are left out (data.on_bad_row ="
-                f" 'skip')"
+                f"{skipped} row{'s' * (skipped > 1)} of {', '.join(part.source)} could not be used and"
+                f" {'are' if skipped > 1 else 'is'} left out (data.on_bad_row = 'skip')"
             )
