@@ -377,6 +377,18 @@ def test_one_refusal_names_bad_rows_and_those_that_are_too_long(tmp_path):
         prepare(SourceOptions((given["source"]), too_long="skip"), ByteTokenizer(), 0.0, tmp_path / "b", seq_len=24)
 
 
+def test_turns_behind_the_last_learnt_answer_are_left_out_and_counted(tmp_path, capsys):
+    rows = [[ASK, FOUR], [ASK, FOUR, MORE], [ASK, FOUR, MORE, {**SIX, "weight": 0}]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    source = [str(tmp_path / "a.jsonl"), f"--data.template={tmp_path / 't.jinja'}"]
+    assert main(["inspect", *source]) == 0
+    words = "3 turns at the end of 2 conversations, behind the last answer that is learnt, left out"
+    assert words in capsys.readouterr().out
+    options = SourceOptions((source[0],), template=str(tmp_path / "t.jinja"))
+    assert words in " ".join(prepare(options, ByteTokenizer(), 0.0, tmp_path / "cache").meta.notes)
+
+
 def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
     answers = ["Hello there", None, "Bye, and good night to all of you"]
     rows = [{"messages": [ASK, turn("assistant", answer)], "id": n} for n, answer in enumerate(answers)]

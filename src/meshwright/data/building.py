@@ -425,6 +425,11 @@ class TokenisingRecipe:
             f"the task '{self.task.name}' of text writes prompts and answers as they are, not by the tokenizer's chat"
             f" template: for that, set data.template = own"
         )
+        unread = self.task.turns.unread if self.task.turns else []
+        behind = (
+            f"{sum(unread):,} turn{'s' * (sum(unread) > 1)} at the end of {len(unread):,} conversation"
+            f"{'s' * (len(unread) > 1)}, behind the last answer that is learnt, left out: nothing is learnt from them"
+        )
         absent = [name for name in self.task.ignore if name not in self.ignored]
         nowhere = f"data.ignore names {absent}, which no record has"
         return [
@@ -432,6 +437,7 @@ class TokenisingRecipe:
             *([nowhere] if absent else []),
             *([own] if written else []),
             *([nulls] if self.nulls else []),
+            *([behind] if unread else []),
         ]
 
     def encoder(self) -> Encoder:

@@ -188,6 +188,8 @@ class Task:
     """Columns that are not read, and would change what a model learns or sees: records that have one are refused."""
     ignore: tuple[str, ...] = ()
     """Columns that are left out on purpose."""
+    turns: Turns | None = None
+    """Makes the examples of conversations."""
     advice: str = ""
     """What reads them, as the end of a sentence; "" where nothing does."""
 
@@ -332,7 +334,7 @@ def _chat(name: str, key: str, sides: tuple[str, ...], turns: Turns) -> Task:
 
     columns = (*((key,) if key else sides), "system", "tools")
     decides = json.dumps([key or (", ".join(sides) if sides != _COMPLETION else ""), *turns.fingerprint])
-    return Task(name, examples, True, ends=False, fingerprint=decides, columns=columns)
+    return Task(name, examples, True, ends=False, fingerprint=decides, columns=columns, turns=turns)
 
 
 def _alpaca_talk(turns: Turns) -> Task:
@@ -347,7 +349,7 @@ def _alpaca_talk(turns: Turns) -> Task:
         return turns.examples(with_system(messages, record, where), others, where)
 
     decides, columns = json.dumps(["alpaca", *turns.fingerprint]), (*_ALPACA_COLUMNS, *_TALKED, "tools")
-    return Task("alpaca", examples, is_whole=True, ends=False, fingerprint=decides, columns=columns)
+    return Task("alpaca", examples, is_whole=True, ends=False, fingerprint=decides, columns=columns, turns=turns)
 
 
 def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vision) -> Task:
@@ -366,7 +368,8 @@ def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vi
         raise AssertionError("paths of images are relative to a folder: call examples_in")
 
     decides = chat.fingerprint
-    return Task("chat", in_no_folder, True, ends=False, fingerprint=decides, pictured=chat, columns=columns)
+    more: dict[str, Any] = {"pictured": chat, "columns": columns, "turns": chat.turns}
+    return Task("chat", in_no_folder, True, ends=False, fingerprint=decides, **more)
 
 
 def task_name(options: SourceOptions, sample: Record) -> str:

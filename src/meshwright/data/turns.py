@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -327,6 +327,8 @@ class Turns:
 
     template: ChatTemplate
     learn: str = "answers"
+    unread: list[int] = field(default_factory=list, repr=False, compare=False)
+    """Of each conversation that goes on behind the last turn that is learnt, the number of turns that are left out."""
 
     @property
     def fingerprint(self) -> list[Any]:
@@ -353,7 +355,7 @@ class Turns:
                 conversation.
         """
         messages = checked(messages, self.template, where, parts=parts)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        n, answers = len(messages), [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise BadRow(f"{where}: the conversation has no turn of the role 'assistant', so there is nothing to learn")
         marked = [is_learnt(message, f"{where}, turn {turn}") for turn, message in enumerate(messages, 1)]
@@ -386,6 +388,8 @@ class Turns:
             raise (error if isinstance(error, BadRow) else BadRow(f"{where}: {error}")) from error
         if not parts:
             check_context(messages, examples, where)
+        if behind := n - len(messages):
+            self.unread.append(behind)
         return examples
 
     def _parted(
