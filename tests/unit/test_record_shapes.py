@@ -389,6 +389,14 @@ def test_turns_behind_the_last_learnt_answer_are_left_out_and_counted(tmp_path, 
     assert words in " ".join(prepare(options, ByteTokenizer(), 0.0, tmp_path / "cache").meta.notes)
 
 
+def test_inspect_counts_records_that_are_copies_of_others(tmp_path, capsys):
+    rows = [{"prompt": "a", "completion": n} for n in "bcbdcb"]
+    for kept, words in ((rows, "3 documents are exact copies of others"), (rows[:3], "1 document is an exact copy of")):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        assert main(["inspect", str(tmp_path / "a.jsonl")]) == 0
+        assert words in capsys.readouterr().out
+
+
 def test_inspect_says_what_becomes_of_each_record(tmp_path, capsys):
     answers = ["Hello there", None, "Bye, and good night to all of you"]
     rows = [{"messages": [ASK, turn("assistant", answer)], "id": n} for n, answer in enumerate(answers)]

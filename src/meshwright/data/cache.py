@@ -388,6 +388,9 @@ def account_of(recipe: TokenisingRecipe) -> Account:
         return Whole(name, ids, offsets, np.concatenate(masks).astype(np.uint8), recipe.options.too_long)
 
     notes = [*encoder.notes(), *recipe.notes()]
+    if repeats := len(found) - len({(example, getattr(example, "images", ())) for _, example in found}):
+        are = "documents are exact copies" if repeats > 1 else "document is an exact copy"
+        notes.append(f"{repeats:,} {are} of others, and read as often as they stand there")
     records = None if recipe.scan.format == "text" else n
     return Account(records, sum(file.n_records for file in files), bad, (split(TRAINING), split(VALIDATION)), notes)
 
