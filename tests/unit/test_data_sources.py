@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -91,11 +93,14 @@ def test_the_demos_text_is_the_same_everywhere_and_true_of_its_animals(tmp_path,
 
 
 def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"a caf\xe9 there")
-    with pytest.raises(
-        ConfigError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 5 .*iconv -f latin1 -t utf-8 latin\.txt"
-    ):
+    (tmp_path / "a latin.txt").write_bytes(text := b"a caf\xe9 there")
+    with pytest.raises(ConfigError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 5 ") as refused:
         scan_sources(str(tmp_path))
+    assert "data.on_bad_row leaves out records, and this is text" in str(refused.value)
+    command = re.search(r"\((iconv -f latin1 .*)\) and name that one", str(refused.value)).group(1)
+    assert subprocess.run(command, shell=True, cwd="/", check=True, capture_output=True).stdout == b""
+    (written,) = scan_sources(str(tmp_path / "utf8-a latin.txt")).files
+    assert written.read() == "a café there" and (tmp_path / "a latin.txt").read_bytes() == text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
@@ -178,8 +179,8 @@ def json_list(path: Path) -> Rows:
         if not isinstance(_parse(path, number, line), dict):
             raise ConfigError(
                 f"data.source: {path} is one JSON document that is no list of records ([{_LIKE}, ...]), nor an object"
-                f" per line: write out the list that it holds (jq .KEY {path.name} > records.json), or set data.format"
-                f" = 'text' to train on its characters"
+                f" per line: write out the list that it holds (jq .KEY {quote(str(path))} > records.json), or set"
+                f" data.format = 'text' to train on its characters"
             )
         yield from json_lines(path)
 

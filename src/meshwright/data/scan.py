@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside, refuse_links_out, refuse_pointer, replace_text
@@ -204,9 +205,9 @@ def _is_here(path: Path) -> bool:
 
 
 _PACKED = {
-    b"\x1f\x8b": ("a gzip file", "gunzip"),
-    b"BZh": ("a bzip2 file", "bunzip2"),
-    b"\xfd7zXZ\x00": ("an xz file", "unxz"),
+    b"\x1f\x8b": ("a gzip file", "gunzip -k"),
+    b"BZh": ("a bzip2 file", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("an xz file", "unxz -k"),
     b"\x28\xb5\x2f\xfd": ("a zstd file", "zstd -d"),
     b"PK\x03\x04": ("a zip archive (as .xlsx and .docx are)", "unzip"),
 }
@@ -229,14 +230,13 @@ def _refuse_foreign(source: str, paths: list[Path], format: str) -> None:
             raise unreadable(source, error) from error
         if encoding := next((name for begin, name in _WIDE.items() if head.startswith(begin)), ""):
             raise ConfigError(
-                f"data.source: {path} is {encoding.upper()} text, and UTF-8 is read: iconv -f {encoding} -t utf-8"
-                f" {path.name} > utf8-{path.name}"
+                f"data.source: {path} is {encoding.upper()} text, and UTF-8 is read: {_in_utf8(path, encoding)}"
             )
         kind, unpack = next((what for begin, what in _PACKED.items() if head.startswith(begin)), ("", ""))
         if kind and (format == "text" or path.suffix.lower() not in UNPACKED):
             raise ConfigError(
-                f"data.source: {path} is {kind}, and is read unpacked: {unpack} {path.name} (JSON lines, lists and"
-                f" tables are also read as {' '.join(UNPACKED)})"
+                f"data.source: {path} is {kind}, and is read unpacked: {unpack} {quote(str(path))} (JSON lines, lists"
+                f" and tables are also read as {' '.join(UNPACKED)})"
             )
 
 
@@ -557,10 +557,16 @@ def _undecodable(path: Path, data: bytes) -> ConfigError | None:
     except UnicodeDecodeError as problem:
         return ConfigError(
             f"data.source: {path} is not UTF-8: byte {data[problem.start]:#04x} at offset {problem.start}"
-            f" ({problem.reason}). Convert the file (for example: iconv -f latin1 -t utf-8 {path.name}), or leave it"
-            f" out of the sources"
+            f" ({problem.reason}). If it is latin1, {_in_utf8(path, 'latin1')}, or leave it out of the sources:"
+            f" data.on_bad_row leaves out records, and this is text"
         )
     return None
+
+
+def _in_utf8(path: Path, encoding: str) -> str:
+    """Return how to write a text in UTF-8 beside it."""
+    old, new = (quote(str(one)) for one in (path, path.with_name(f"utf8-{path.name}")))
+    return f"write it into a new file (iconv -f {encoding} -t utf-8 {old} > {new}) and name that one"
 
 
 def _digest(data: bytes) -> str:
