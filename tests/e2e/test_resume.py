@@ -67,6 +67,7 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(train, complete):
         again = train(2, flags, folder=complete)[0]
         words = "has taken 2 steps, and 1 are asked for" if flags else "this run is complete: step 2 of 2. Raise"
         assert again.status == 0 and words in again.out
+        assert not re.search("continuing|done:|note|layout", again.out), again.out
         assert tree(complete) == before
 
 

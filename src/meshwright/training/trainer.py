@@ -172,11 +172,13 @@ class _Loop:
     def train(self) -> int:
         if not self.checkpoints.resume(self.timeline) and self.teller.trackers.has_past:
             self.teller.say(f"{self.folder.path} has no checkpoint to continue from: it begins again at step 0")
+        if self.at.step >= self.config.steps:
+            self.r.feed.loader.close()
+            self.teller.trackers.close()
+            self.teller.say(words_of_complete(self.folder.path, self.at.step, self.config.steps))
+            return 0
         self.r.model.learn_documents()
         self.teller.header()
-        if self.at.step >= self.config.steps:
-            self.teller.say(words_of_complete(self.folder.path, self.at.step, self.config.steps))
-            return self._close(0)
         self._begin()
         tokens = min(self.config.sample.tokens, UNTRAINED_TOKENS)
         if is_demo(self.config) and tokens and not self.at.step and not self.r.plan.compiled:

@@ -195,7 +195,8 @@ class Checkpointing:
         self.at.step, self.at.tokens, self.at.skipped = at
         self.r.feed.loader.seek(consumed)
         self.latest = agree.decided_once(self.folder.latest) if source == IN_MEMORY else source
-        self.say(f"continuing from {source} (step {self.at.step}, sample {consumed:,})")
+        if self.at.step < self.r.config.steps:
+            self.say(f"continuing from {source} (step {self.at.step}, sample {consumed:,})")
         return True
 
     def _load(self, location: Location) -> dict[str, Any]:
