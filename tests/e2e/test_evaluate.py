@@ -103,7 +103,7 @@ def test_tasks_print_what_lm_eval_finds(ask, model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["{run}", "--data=gone.txt"], "--data gone.txt does not exist"),
+        (["{run}", "--data={run}/config.tml"], "config.tml). Did you mean 'config.toml'? Give a file"),
         (["{model}"], "has no validation part: give --data PATH"),
         (["{run}", "--rows=0"], "--rows = 0 is out of range: it must be 1 or more"),
         (["{run}", "--limit=3"], "--limit is for --tasks"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import scan as sources
 from meshwright.data.formats import ANIMALS, MODULE, farmyard
@@ -147,3 +148,11 @@ def test_a_document_that_changed_since_the_scan_is_not_read_as_if_it_had_not(tmp
 def test_line_ends_are_left_as_they_are(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc\n")
     assert scan_sources(str(tmp_path)).files[0].read() == "a\r\nb\rc\n"
+
+
+def test_a_path_that_does_not_exist_is_said_before_the_flags_behind_it(tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    for name, near in (("chat.jsonl", " Did you mean 'chats.jsonl'?"), ("none/chats.jsonl", "")):
+        assert main(["inspect", str(tmp_path / name), "--model.hf=model"]) == 2
+        said = capsys.readouterr().err
+        assert f"does not exist (looked at {tmp_path / name}).{near} Give the folder of a run" in said

@@ -19,6 +19,7 @@ from meshwright.core.config.flags import flag_of
 from meshwright.core.config.ranges import FROM_0, FROM_1
 from meshwright.core.errors import ConfigError
 from meshwright.data.options import BUILT_IN, SourceOptions
+from meshwright.data.scan import absent, is_source
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.training.evaluation import DataOptions, EvaluationOptions, on_ranks, resolved_layout
 
@@ -114,8 +115,8 @@ def _loss(placed: ModelOnRanks, options: EvaluateOptions, data: DataOptions, cou
     opened, path = placed.opened, options.data
     if path is None and opened.checkpoint is None:
         raise ConfigError(f"{opened.path} is a model without a run, so it has no validation part: give --data PATH")
-    if path is not None and path not in BUILT_IN and not Path(path).expanduser().exists() and "://" not in path:
-        raise ConfigError(f"--data {path} does not exist: give a file, a folder, or {' or '.join(BUILT_IN)}")
+    if path is not None and not is_source(path):
+        raise ConfigError(f"--data: {absent(path)} Give a file, a folder, or {' or '.join(BUILT_IN)}")
     source = None
     if path is not None:
         own = {field.name: getattr(data, field.name) for field in fields(SourceOptions)}

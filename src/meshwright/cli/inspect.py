@@ -18,8 +18,8 @@ from typing import Annotated
 
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1, Range
-from meshwright.core.errors import ConfigError, import_object, nearest
-from meshwright.data.options import BUILT_IN
+from meshwright.core.errors import ConfigError, import_object
+from meshwright.data.scan import absent, is_source
 from meshwright.introspection.adapter_request import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
@@ -111,14 +111,14 @@ def run(argv: list[str]) -> int:
             f"{name} holds adapters of peft: meshwright evaluate {name} and meshwright generate {name} compute with"
             f" them, and meshwright inspect BASE shows the model beside which they stand"
         )
-    if path.exists() or name in BUILT_IN:
+    if path.exists() or is_source(name):
         return _data(name, argv[1:])
-    refuse_rest(argv[1:], "meshwright inspect")
     if name not in SIZES and ":" not in name:
         raise ConfigError(
-            f"'{name}' is neither the folder of a run, nor a file or folder of data, nor a model"
-            f" size.{nearest(name, SIZES)} Sizes: {', '.join(SIZES)}; a model of your own is package.module:factory."
+            f"{absent(name, SIZES)} Give the folder of a run, a file or folder of data, or a model: a size"
+            f" ({', '.join(SIZES)}), or package.module:factory."
         )
+    refuse_rest(argv[1:], "meshwright inspect")
     from meshwright.introspection.facts import describe_model, describe_premises, describe_structure, model_facts
     from meshwright.introspection.source import as_module
 

@@ -199,6 +199,19 @@ def resolved(source: str) -> str:
     return str((found or path).absolute())
 
 
+def is_source(source: str) -> bool:
+    """Return whether a source is there: a word, a file, a folder, its split, or a data set in the hub's cache."""
+    return source in BUILT_IN or _is_here(Path(source).expanduser()) or in_cache(source) is not None
+
+
+def absent(source: str, words: Iterable[str] = BUILT_IN) -> str:
+    """Say that a source does not exist, with the nearest of ``words`` and of the names beside it."""
+    path = Path(source).expanduser()
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, [*words, *beside])
+    return f"{source!r} does not exist (looked at {path.absolute()}).{near}{absence(source)}"
+
+
 def _is_here(path: Path) -> bool:
     """Return whether a path is a file or folder, or names a split behind a folder."""
     return path.exists() or (is_split(path.name) and path.parent.is_dir())
@@ -248,11 +261,8 @@ def _format_of(source: str, wanted: str) -> str:
         return "text" if source == STDLIB else source
     path = Path(source).expanduser()
     if not source.strip() or not path.exists():
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest(path.name, [*BUILT_IN, *beside])
         raise ConfigError(
-            f"data.source: {source!r} does not exist (looked at {path.absolute()}).{near}"
-            f"{absence(source)} Name a file, a folder, or {_WORDS}; patterns such as *.txt are not expanded"
+            f"data.source: {absent(source)} Name a file, a folder, or {_WORDS}; patterns such as *.txt are not expanded"
         )
     if wanted != "auto":
         return wanted
