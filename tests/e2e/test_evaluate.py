@@ -87,6 +87,22 @@ def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, mod
     assert found["step"] is None and found["dtype"] == "float32"
 
 
+def test_rows_are_as_long_as_conversations_need_where_nobody_set_their_length(ask, run, tmp_path, cache):
+    rows = [{"prompt": "a" * n, "completion": "so it is"} for n in (9, 200, 300)]
+    text = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(text[:2]))
+    words = [run, "--data", tmp_path / "a.jsonl", f"--data.cache={cache}"]
+    status, _, err = ask("evaluate", *words)
+    assert status == 2 and "1 of the 2 conversations of the evaluation split is longer than data.seq_len" in err
+    long = figures(ask, *words, "--data.seq_len=256")
+    request = run / "request.toml"
+    request.write_text(re.sub(r"(?m)^seq_len = .*\n", "", request.read_text()))
+    found = figures(ask, *words)
+    assert found["loss"] == pytest.approx(long["loss"], rel=1e-6) and found["tokens"] == long["tokens"]
+    (tmp_path / "a.jsonl").write_text("".join(text))
+    assert "is longer than data.seq_len = 256 (the longest has 3" in ask("evaluate", *words)[2]
+
+
 def test_tasks_print_what_lm_eval_finds(ask, model, tmp_path):
     (tmp_path / "texts.json").write_text('{"text": "loss of a mesh"}\n{"text": "rank"}\n')
     (tmp_path / "ours.yaml").write_text(

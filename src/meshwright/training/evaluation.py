@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from meshwright.checkpoint.store import Location
+from meshwright.core.config import is_unset
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.cache import open_parts
 from meshwright.data.images import PixelReader
-from meshwright.data.packing import RowEnds, Rows, check_length
+from meshwright.data.packing import RowEnds, Rows, Whole, check_length
 from meshwright.data.tasks import TASK as PREFERENCE
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.distributed.mesh import data_position
@@ -27,8 +28,10 @@ from meshwright.distributed.setup import DistributedConfig
 from meshwright.planning.layout import Layout
 from meshwright.training.config import Config, ProcessConfig
 from meshwright.training.feed import HeldOut, held_out_of, parts_of, prepare_once_per_node, stages_of, vision_for
+from meshwright.training.fine_tuning import LONGEST_ROW
 from meshwright.training.launch import for_the_user, usual_processes
 from meshwright.training.run.opened import Opened
+from meshwright.training.run.request import read_request
 from meshwright.training.views.progress import Progress
 
 # --- choose the rows that an evaluation reads
@@ -103,20 +106,30 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[He
     return [replace(one, samples=count, pixels=pixels) for one, count in zip(held, counts, strict=True)]
 
 
-def rows_of(config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
-    """Return the rows of a source, all its tokens (collective).
+def rows_of(
+    config: Config, source: SourceOptions, tokenizer: Tokenizer, limit: int | None, longest: int = 0
+) -> tuple[list[HeldOut], int]:
+    """Return the rows of a source, all its tokens, and their length (collective).
 
     Args:
         limit: number of rows, spread evenly; None: all.
+        longest: the length that rows may have for documents that need it; 0: that of the config.
     """
     own = {name: getattr(source, name) for name in SourceOptions.__dataclass_fields__}
-    config = replace(config, data=replace(config.data, mixture=(), curriculum=(), **{**own, "streaming": False}))
+    length = config.data.seq_len
+    data = replace(config.data, mixture=(), curriculum=(), seq_len=max(length, longest))
+    config = replace(config, data=replace(data, **{**own, "streaming": False}))
     (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
-    split = ToTheEnd(corpus.training) if isinstance(corpus.training, Stream) else corpus.training
-    count = agree.together(lambda: split.n_samples(config.data.seq_len)) or 0
+    if isinstance(split := corpus.training, Stream):
+        split = ToTheEnd(split)
+    elif isinstance(split, Whole):
+        split = replace(split, name="evaluation")
+        length = max(length, min(longest, int(split.lengths.max(initial=0))))
+    count = agree.together(lambda: split.n_samples(length)) or 0
     is_whole = limit is None or limit >= count
     size = getattr(corpus.meta, "n_source_bytes", None) if is_whole and prepared.scan.format == "text" else None
-    return [HeldOut(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)]
+    rows = HeldOut(", ".join(source.source), split, count if is_whole else int(limit or count), size, pixels)
+    return [rows], length
 
 
 def _opened(
@@ -146,7 +159,8 @@ class DataOptions(SourceOptions):
     """How the source that is evaluated is read."""
 
     seq_len: int = 0
-    """Tokens per row; 0: the run's data.seq_len, of a model of transformers at most 2048."""
+    """Tokens per row; 0: the run's data.seq_len, of a model of transformers at most 2048, and more for conversations
+    that are longer, up to the model's maximum, where nobody set it."""
     cache: str = ""
     """Folder that keeps tokenized text; empty: meshwright's folder in the user's cache."""
 
@@ -294,7 +308,7 @@ class TextRequest:
 
     Attributes:
         source: None: the validation part of the run's own data.
-        seq_len: tokens per row; 0: as the model was trained.
+        seq_len: tokens per row; 0: as the model was trained, longer for what needs it if nobody set that.
         limit: number of rows; None: all.
         batch_rows: rows per forward of a data rank.
     """
@@ -324,7 +338,10 @@ def evaluate_loss(request: TextRequest) -> Evaluation:
             f"--data.seq_len = {data.seq_len}: the model takes rows of at most {longest} tokens; lower it"
         )
     if request.source is None:
-        chosen = own_rows(config, opened.tokenizer, request.limit)
+        chosen, length = own_rows(config, opened.tokenizer, request.limit), data.seq_len
     else:
-        chosen = rows_of(config, request.source, opened.tokenizer, request.limit)
-    return evaluate_rows(model, chosen, data.seq_len, opened.tokenizer, request.batch_rows)
+        asked = opened.config if opened.checkpoint is None else read_request(opened.path)
+        is_free = not request.seq_len and asked is not None and is_unset(asked.data.seq_len)
+        most = (longest or LONGEST_ROW) if is_free else 0
+        chosen, length = rows_of(config, request.source, opened.tokenizer, request.limit, most)
+    return evaluate_rows(model, chosen, length, opened.tokenizer, request.batch_rows)
