@@ -166,6 +166,12 @@ def test_bad_requests_are_refused_in_a_sentence(ask, run, hf, tmp_path, words, c
     assert (status, out) == (2, "") and complaint.format(**places) in err and len(err.splitlines()) == 1
 
 
+def test_it_says_whether_the_chat_template_is_used_and_how_it_is(ask, hf):
+    words = ["generate", hf, "--prompt=sum", "--tokens=1", "--temperature=0"]
+    assert ask(*words)[2] == "meshwright: as plain text (--chat: in the chat template)\n"
+    assert ask(*words, "--chat")[2] == ask(*words, "--chat=false")[2] == ""
+
+
 def test_a_template_outside_a_run_is_not_opened_unasked(ask, run, tmp_path):
     named = tmp_path / "chat.jinja"
     named.write_text("{{ messages[-1].content }}")

@@ -67,6 +67,8 @@ def run(argv: list[str]) -> int:
     refuse_rest(argv[1:], "meshwright generate", GenerateOptions)
     names = ("step", "base", "tokenizer", "dtype")
     opened = open_model(argv[0], trusted=options.trust, **{name: getattr(options, name) for name in names})
+    from meshwright.data.tokenizers import template_of
+    from meshwright.training.model_source import template_folder
     from meshwright.training.run.opened import Sampler
 
     s, chat = opened.config.sample, None
@@ -94,6 +96,10 @@ def run(argv: list[str]) -> int:
                 print("meshwright: in the chat template, as in training (--chat=false: as plain text)", file=sys.stderr)
             _converse(sampler, chat, options.prompt if options.chat else options.prompt or s.prompt, length)
         else:
+            folder = template_folder(opened.path, opened.tokenizer)
+            if options.chat is None and folder and template_of(folder) is not None:
+                why = "" if opened.checkpoint is None else ", like the run's samples"
+                print(f"meshwright: as plain text{why} (--chat: in the chat template)", file=sys.stderr)
             sampler.continue_text(s.prompt if options.prompt is None else options.prompt, length, _write)
             _write("\n")
     except KeyboardInterrupt:
