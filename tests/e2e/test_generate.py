@@ -82,8 +82,9 @@ def test_a_text_comes_in_parts_and_is_whole_in_the_end(ask, run):
 def test_a_folder_of_transformers_is_continued_as_transformers_does(ask, hf):
     ids = FileTokenizer(hf).encode("loss(a)").tolist()
     expected = FileTokenizer(hf).decode([*ids, *generated(hf, ids, 12)])
-    assert ask("generate", hf, "--prompt=loss(a)", "--tokens=12", "--temperature=0") == (0, expected + "\n", "")
-    status, out, err = ask("generate", hf, "--prompt=loss(a)", "--tokens=5", "--top_k=1", "--seed=8")
+    words = ["generate", hf, "--prompt=loss(a)", "--tokens=12", "--temperature=0", "--chat=false"]
+    assert ask(*words) == (0, expected + "\n", "")
+    status, out, err = ask("generate", hf, "--prompt=loss(a)", "--tokens=5", "--top_k=1", "--seed=8", "--chat=false")
     assert (status, err) == (0, "") and expected.startswith(out.rstrip("\n"))
 
 
