@@ -97,7 +97,7 @@ def test_bytes_that_are_not_utf8_name_the_file_the_offset_and_the_way_out(tmp_pa
     (tmp_path / "a latin.txt").write_bytes(text := b"a caf\xe9 there")
     with pytest.raises(ConfigError, match=r"latin\.txt is not UTF-8: byte 0xe9 at offset 5 ") as refused:
         scan_sources(str(tmp_path))
-    assert "data.on_bad_row leaves out records, and this is text" in str(refused.value)
+    assert "Text has no rows, so data.on_bad_row says nothing of it" in str(refused.value)
     command = re.search(r"\((iconv -f latin1 .*)\) and name that one", str(refused.value)).group(1)
     assert subprocess.run(command, shell=True, cwd="/", check=True, capture_output=True).stdout == b""
     (written,) = scan_sources(str(tmp_path / "utf8-a latin.txt")).files

@@ -567,8 +567,8 @@ def _undecodable(path: Path, data: bytes) -> ConfigError | None:
     except UnicodeDecodeError as problem:
         return ConfigError(
             f"data.source: {path} is not UTF-8: byte {data[problem.start]:#04x} at offset {problem.start}"
-            f" ({problem.reason}). If it is latin1, {_in_utf8(path, 'latin1')}, or leave it out of the sources:"
-            f" data.on_bad_row leaves out records, and this is text"
+            f" ({problem.reason}). If it is latin1, {_in_utf8(path, 'latin1')}, or leave it out of the sources. Text"
+            f" has no rows, so data.on_bad_row says nothing of it"
         )
     return None
 
