@@ -79,3 +79,22 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
     assert found["meshwright"][1]["marks"] == {"false alarm": False}
     assert found["checksums"][0]["marks"]["found"] and not found["checksums"][1]["marks"]["false alarm"]
     assert "judge: meshwright" in done.stdout and "tier 1" in done.stdout
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    "name",
+    [
+        "counts-skipped-when-pieces-are-read",  # a second model and optimizer midway
+        "one-block-copied-for-every-pass",  # several parameters are one in one process
+        "pool-over-own-patches",  # parts of a mean
+        "sound-joiner-with-everything",  # rows that a model is given twice, beside others
+        "sound-pieces-of-four-read-by-two",  # a second model, and updates by hand of gradients that nobody reduced
+        "sound-sparse-table-gradients",
+    ],
+)
+def test_our_judge_is_right_about_a_case(name: str):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    words = [sys.executable, "-m", "silent100", "--only", name, "meshwright"]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert f"{name}: right" in done.stdout, done.stdout + done.stderr
