@@ -276,10 +276,14 @@ class Row:
 Keys = dict[int, list[str] | None]
 
 
+def holds_ids(given: dict[str, Any]) -> bool:
+    return given["ids"] is not None and "int" in given["dtype"]
+
+
 def given_rows(call: dict[str, Any]) -> dict[str, Any] | None:
     """Return the input that tells a call's rows apart: token ids, else what has most dims."""
     inputs = [given for given in call["inputs"].values() if given["rows"]]
-    ids = [given for given in inputs if given["ids"] is not None]
+    ids = [given for given in inputs if holds_ids(given)]
     return ids[0] if ids else max(inputs, key=lambda given: len(given["shape"]), default=None)
 
 
@@ -328,7 +332,7 @@ def origins(step: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     ]
     given = [(call["module"], given_rows(call)) for call in calls]
     found = [(module, rows) for module, rows in given if rows is not None]
-    with_ids = [(module, rows) for module, rows in found if rows["ids"] is not None]
+    with_ids = [(module, rows) for module, rows in found if holds_ids(rows)]
     return with_ids or [(module, rows) for module, rows in found if module == found[0][0]]
 
 
