@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import Layout
-from meshwright.distributed.optimizer.step import step
+from meshwright.distributed.optimizer.step import OnShares, step
 from meshwright.distributed.setup import init_distributed
 from meshwright.distributed.torch_private import shares_in_lists
 from meshwright.planning.optimizer import OptimizerPlan
@@ -62,3 +62,15 @@ def test_shares_suffice_for_tensors_that_lie_alike_alone(spmd):
     for refused, taken in spmd(2, judged):
         assert refused == [None] * 4
         assert taken[0][0].shape == (2,) and taken[2] == 1.0
+
+
+def raised():
+    mesh = init_distributed(Layout(dp_shard=2), 0)["dp_shard"]
+    exponents = [distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])]
+    with OnShares():
+        return [x.full_tensor() for x in torch._foreach_pow(2.0, exponents)], torch._foreach_pow(2.0, [torch.ones(2)])
+
+
+def test_a_number_may_stand_before_the_lists(spmd):
+    for cut, whole in spmd(2, raised):
+        assert cut[0].tolist() == [1, 2, 4, 8] and whole[0].tolist() == [2, 2]

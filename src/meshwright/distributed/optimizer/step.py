@@ -244,7 +244,8 @@ class OnShares(EagerDispatchMode):
         made = func(*shares[: len(args)], **dict(zip(kwargs, shares[len(args) :], strict=True)))
         if made is None:
             return None
-        return [with_local(like, x) if type(like) is DTensor else x for like, x in zip(args[0], made, strict=True)]
+        likes = next(each for each in args if isinstance(each, (list, tuple)))
+        return [with_local(like, x) if type(like) is DTensor else x for like, x in zip(likes, made, strict=True)]
 
 
 def check(optimizer: torch.optim.Optimizer, plan: OptimizerPlan) -> None:
