@@ -49,8 +49,9 @@ def documents(
 
 
 def said(notes: list[str]) -> list[str]:
-    """The notes but those on what the vocabulary cannot spell, and on tasks that use no template."""
-    return [note for note in notes if "cannot spell" not in note and "data.template = own" not in note]
+    """The notes but those on what the vocabulary cannot spell, tasks that use no template, and turns left out."""
+    others = ("cannot spell", "data.template = own", "behind the last answer")
+    return [note for note in notes if not any(words in note for words in others)]
 
 
 @pytest.mark.first
@@ -164,11 +165,13 @@ def test_a_blank_that_the_prompts_last_token_strips_does_not_make_it_an_answer(t
 def test_answers_without_an_end_are_counted_and_one_key_ends_them(tmp_path):
     folder = save_way("no end in the template", tmp_path / "tokenizer")
     (plain,), _, notes = documents(tmp_path, folder, [{"messages": TALK}])
-    assert len(notes) == 1 and notes[0].startswith("2 of 2 answers have no special token at their end")
-    assert "data.end_of_answer = true puts </s> behind each" in notes[0]
+    endless, behind = notes
+    assert endless.startswith("2 of 2 answers have no special token at their end")
+    assert "data.end_of_answer = true puts </s> behind each" in endless
+    assert behind.startswith("1 turn at the end of 1 conversation, behind the last answer")
     (found,), (learnt,), notes = documents(tmp_path, folder, [{"messages": TALK}], end_of_answer=True)
     end = own(folder).eos_token_id
-    assert [i for i in found if i != end] == plain and notes == []
+    assert [i for i in found if i != end] == plain and notes == [behind]
     runs = np.flatnonzero(np.diff(np.array([*learnt, False]).astype(int)) < 0)
     assert [found[i] for i in runs] == [end, end] and found.count(end) == 2
 
