@@ -12,6 +12,7 @@ from support.laid_out import own_rows
 from meshwright import Layout
 from meshwright.distributed.memory import account as memory_account
 from meshwright.distributed.memory.account import MemoryAccount
+from meshwright.distributed.memory.live import storage_of
 from meshwright.distributed.parallelize import parallelize
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.memory import MemoryUse
@@ -79,3 +80,16 @@ def test_a_vocabulary_of_a_width_of_the_model_tells_no_logits():
     assert MemoryUse.LOGITS not in account.most and account.most[MemoryUse.ACTIVATIONS] >= 4 * 8 * 4
     assert account.most[MemoryUse.GRADIENTS] == account.most[MemoryUse.PARAMETERS] == (64 + 8) * 4
     assert account.peak.total() >= account.most[MemoryUse.GRADIENTS] + account.most[MemoryUse.PARAMETERS]
+
+
+def test_no_address_of_a_freed_state_is_taken_for_one_at_rest():
+    """A message that Python puts there would be counted among activations."""
+    model = torch.nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.weight.grad = torch.ones(8, 8)
+    optimizer.step()
+    with MemoryAccount([model], {8}, optimizer=optimizer) as account:
+        addresses = [id(storage_of(t)) for t in (model.weight, optimizer.state[model.weight]["momentum_buffer"])]
+        assert addresses == list(account._resting)
+        optimizer.state.clear()
+        assert addresses[:1] == list(account._resting)

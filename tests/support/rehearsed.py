@@ -159,25 +159,16 @@ def training(config: dict[str, Any]) -> StepsOfRank:
     return StepsOfRank(memory, None, tuple(recorder.recorded), tuple(recorder.messages), 0.0, ())  # type: ignore[arg-type]
 
 
-ONE_NUMBER = 8
-"""Bytes."""
-
-
 def differences(real: StepsOfRank, rehearsed: StepsOfRank) -> list[str]:
     """List where a rank's steps differ from its rehearsal; of operators and messages the first place alone."""
     found = [
         f"{kind}: {real.memory.get(kind)} bytes, and {rehearsed.memory.get(kind)} in the rehearsal"
         for kind in {**real.memory, **rehearsed.memory}
-        if real.memory.get(kind) != rehearsed.memory.get(kind) and not _arrived_sooner(kind, real, rehearsed)
+        if real.memory.get(kind) != rehearsed.memory.get(kind)
     ]
     assert real.operators and real.messages and real.memory
     found += _first("operator", without_gloos(real.operators), rehearsed.operators)
     return found + _first("message", real.messages, rehearsed.messages)
-
-
-def _arrived_sooner(kind: str, real: StepsOfRank, rehearsed: StepsOfRank) -> bool:
-    """Return whether a message of one number was free when others were sent: the speed of other ranks decides."""
-    return kind == "communication" and rehearsed.memory.get(kind, 0) - real.memory.get(kind, 0) == ONE_NUMBER
 
 
 def _first(what: str, real: tuple, rehearsed: tuple) -> list[str]:

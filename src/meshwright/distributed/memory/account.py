@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,7 +89,8 @@ class MemoryAccount(TorchDispatchMode):
         self._vocabulary = set(vocabulary) - widths
         self._storages: Storages[MemoryUse] = Storages()
         self._patches = ExitStack()
-        self._resting: set[int] = set()
+        self._resting: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        """By address; a storage that takes a freed one's address does not rest."""
         self._gathered: set[int] = set()
         self._highest = 0
         self._known: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
@@ -169,11 +171,11 @@ class MemoryAccount(TorchDispatchMode):
         ):
             for tensor in tensors:
                 self._note(tensor, self._place(held))
-                self._resting.add(id(storage_of(tensor)))
+                self._resting[id(storage_of(tensor))] = storage_of(tensor)
         for buckets in self._gradient_buckets:
             for storage in buckets.storages():
                 self._storages.follow(storage, MemoryUse.GRADIENTS)
-                self._resting.add(id(storage))
+                self._resting[id(storage)] = storage
 
     def _of_gathered(self) -> Iterator[Tensor]:
         for group in self._groups:
