@@ -157,6 +157,7 @@ ALONE: dict[str, Case] = {
     "products kept": recomputing("selective_op", checkpoint_keep=("matmuls", "attention")),
     "offload": recomputing("offload"),
     "chunked loss": (MODEL, ONE, {"loss_chunks": 4}, 1),
+    "moments in host memory, full": (MODEL, ONE, {"cpu_offload": "optimizer", **FULL}, 2),
     "start frozen": (MODEL, ONE, {"freeze": ("embedding", r"layers\.[012]")}, 1),
     "experts": (SPARSE, ONE, {}, 1),
     **{name: (family(name), ONE, {}, 1) for name in ("llama", "gpt2", "gemma2", "mixtral")},

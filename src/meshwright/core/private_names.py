@@ -105,6 +105,7 @@ TORCH: tuple[PrivateName, ...] = (
         "torch._subclasses.fake_tensor",
         ("FakeTensor", _DRY, "a public FakeTensor"),
         ("FakeTensorMode", _DRY, "a public FakeTensorMode"),
+        ("FakeTensorMode.may_turn_const", "estimates of memory with images", "a public limit of kept values"),
     ),
     PrivateName(
         "torch.Tensor._version", "context parallelism, float8 gathers and traces", "a public counter of writes"

@@ -99,15 +99,26 @@ def has_no_values(value: Any) -> bool:
     return _FAKE is not None and isinstance(value, _FAKE)
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode(*, keeps_known: bool = False) -> FakeTensorMode:
     """Return a mode whose tensors have no values, and which a deep copy of a tensor shares.
 
     torch copies the mode with the tensor (``copy.deepcopy`` of a module, in a constructor); the copy then releases weak
     references to storages that it does not own, which corrupts the heap.
+
+    Args:
+        keeps_known: tensors of ``with_values``, and what follows from them alone, keep their values beside.
     """
     mode = found("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode
+    if keeps_known:  # torch keeps single numbers
+        found("torch._subclasses.fake_tensor.FakeTensorMode.may_turn_const")
+        mode.may_turn_const = lambda made: not has_no_values(made) and made.device.type != "meta"
     return mode
+
+
+def with_values(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory of a mode that keeps known values, from one that has some."""
+    return torch.ops.aten.lift_fresh.default(tensor)
 
 
 @needs("torch.Tensor._version")

@@ -420,14 +420,16 @@ def _innermost(path: str, groups: Iterable[str], unit: str) -> str:
 
 
 def without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
-    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks."""
-    if shares_of(layout).batch_ranks == 1:
-        return facts
-    idle = may_be_idle(facts)
+    """Drop blocks that some batches skip: all ranks gather or none, so their weights join those outside blocks.
+
+    Those of images also on one rank: torch does not accumulate gradients of what no microbatch has gathered yet.
+    """
+    alone = shares_of(layout).batch_ranks == 1
+    idle = set() if alone else may_be_idle(facts)
     skipped = {
         block
         for block in facts.blocks
-        if facts.is_of_images(block) or all(p.name in idle for p in facts.of_unit(block))
+        if facts.is_of_images(block) or (not alone and all(p.name in idle for p in facts.of_unit(block)))
     }
     return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
 

@@ -26,7 +26,14 @@ from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, NonFiniteError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import recall
-from meshwright.core.torch_private import call_behind_backward, is_in_backward, tree_leaves, tree_map, uncompiled
+from meshwright.core.torch_private import (
+    call_behind_backward,
+    has_no_values,
+    is_in_backward,
+    tree_leaves,
+    tree_map,
+    uncompiled,
+)
 from meshwright.distributed import torch_private
 from meshwright.distributed.mesh import axis_sizes, data_groups, get_expert_mesh, replica_axis, sharding_axis
 from meshwright.distributed.process import agree
@@ -387,12 +394,12 @@ class _Usage:
     def agree(self) -> None:
         """Take the zeros of parameters that no rank used away again (collective)."""
         self._is_waiting = False
-        words = torch.tensor(
-            [self.used[id(parameter)] for parameter in self.parameters], dtype=torch.int64, device=word_device()
-        )
+        own = [self.used[id(parameter)] for parameter in self.parameters]
+        words = torch.tensor(own, dtype=torch.int64, device=word_device())
         for group in self.groups:
             dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-        for parameter, used in zip(self.parameters, words.tolist(), strict=True):
+        every = own if has_no_values(words) else words.tolist()  # a dry run has no peers
+        for parameter, used in zip(self.parameters, every, strict=True):
             self.used[id(parameter)] = bool(used)
             if not used:
                 parameter.sharded_param.grad = None

@@ -7,9 +7,10 @@ The very code of a run lays the model out and runs a step, for one rank of a wor
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,14 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
-from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.losses import PreferenceLoss
 from meshwright.core.record import remember
-from meshwright.core.torch_private import TorchDispatchMode, fake_mode, is_grouped_product
+from meshwright.core.torch_private import TorchDispatchMode, fake_mode, is_grouped_product, with_values
 from meshwright.distributed import order
 from meshwright.distributed.context.runtime import first_tokens
 from meshwright.distributed.data.replicated import GradientBuckets
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.optimizer import low_bit
+from meshwright.distributed.optimizer.low_bit import LowBitStates
 from meshwright.distributed.optimizer.muon import Muon, optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.parallel_model import ParallelModel
@@ -36,13 +38,13 @@ from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import recompute
 from meshwright.distributed.step.batch import with_value
 from meshwright.distributed.step.part import ModelPart, OpenedStep
-from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.constructed import tie
-from meshwright.distributed.weights.shards import apply_to_tensors
+from meshwright.distributed.weights.shards import apply_to_tensors, memory_of
 from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts, model_facts
-from meshwright.introspection.signature import REFERENCE, Signature
+from meshwright.introspection.images import ImageSize, length_for, pictured
+from meshwright.introspection.signature import IMAGES_PER_ROW, REFERENCE, Signature
 from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import (
@@ -53,14 +55,13 @@ from meshwright.planning.memory import (
     composition,
     plan_memory,
 )
-from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.pipeline.schedule import peak_live
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, dims_of_logits
-from .live import addresses, storage_of
+from .live import addresses, storage_of, tensors_in
 
 if TYPE_CHECKING:
     from meshwright.core.torch_private import FakeTensorMode
@@ -106,6 +107,21 @@ def untouched(model: nn.Module) -> Iterator[None]:
         raise DryRunError(
             "a function that was set on one of its modules computes with the model itself, but the dry run uses a copy"
         )
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Let transformers find one document in each row, as it does where positions have values and nobody gave any."""
+    module, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    before = getattr(module, name, None)
+    if before is None:
+        yield
+        return
+    setattr(module, name, lambda *positions: None)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 class DryRunError(Exception):
@@ -159,24 +175,6 @@ def keep_in_buckets(model: nn.Module, microbatches: int, *, syncs: bool) -> None
 
 
 BuildOptimizer = Callable[[ParallelModel], torch.optim.Optimizer]
-
-
-class LowBitStates(torch.optim.Optimizer):
-    """Holds as many bytes as torchao's optimizer, whose compiled step cannot be run on fake tensors."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], plan: OptimizerPlan, master: str):
-        super().__init__(parameters, {})
-        self._plan, self._bytes = plan, dtype_bytes(master)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            elements = local_part(parameter).numel()
-            size = len(self._plan.row.state) * elements * self._bytes
-            if self._plan.rounds(elements):
-                size = self._plan.bytes_of_rounded(elements, 1)
-            if not self.state[parameter]:
-                self.state[parameter] = {"moments": torch.empty(size, dtype=torch.uint8)}
 
 
 def default_optimizer(model: ParallelModel) -> torch.optim.Optimizer:
@@ -272,12 +270,20 @@ def estimate_memory(
         with seeded(0), untouched(facts.module), quiet():
             build = build_optimizer or default_optimizer
             batch = resolved(plan, batch)
-            ranks = DryRun(facts, plan, batch, keys, build).ranks()
+            ranks, notes = DryRun(facts, plan, batch, keys, build).ranks(), [*assumptions(plan)]
             least: tuple[int, ...] = ()
             if plan.compiled:
                 recomputed = replace(plan, activation_checkpointing="full", checkpointed=plan.compiled)
                 least = tuple(rank.total for rank in DryRun(facts, recomputed, batch, keys, build).ranks())
-            return MemoryEstimate(ranks, least=least, notes=tuple(assumptions(plan)))
+            if facts.images is not None:
+                try:
+                    shown = DryRun(facts, plan, batch, keys, build, shows=True)
+                    without, ranks = least or [rank.total for rank in ranks], shown.ranks()
+                    least = tuple(min(pair[0], pair[1].total) for pair in zip(without, ranks, strict=True))
+                    notes += ["rows have no image at least, and at most one: further ones come on top"]
+                except Exception as error:  # noqa: BLE001  (as below)
+                    notes += [f"rows are taken to have no images: {(str(error).splitlines() or [''])[0]}"]
+            return MemoryEstimate(ranks, least=least, notes=tuple(notes))
     except DryRunError as error:
         return MemoryEstimate((), f"{facts.kind}: {error}")
     except Exception as error:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
@@ -299,10 +305,24 @@ def quiet() -> Iterator[None]:
 
 
 class DryRun:
-    """Runs a step of one rank after the other on tensors without memory, and accounts for it."""
+    """Runs a step of one rank after the other on tensors without memory, and accounts for it.
+
+    Args:
+        shows: each row has an image, in a batch as a run's reader makes it.
+
+    Raises:
+        DryRunError: no image can be made, or none fits a row.
+    """
 
     def __init__(
-        self, facts: ModelFacts, plan: Plan, batch: Batch, keys: tuple[str, ...], build_optimizer: BuildOptimizer
+        self,
+        facts: ModelFacts,
+        plan: Plan,
+        batch: Batch,
+        keys: tuple[str, ...],
+        build_optimizer: BuildOptimizer,
+        *,
+        shows: bool = False,
     ):
         self.facts, self.keys, self.batch, self.build_optimizer = facts, keys, batch, build_optimizer
         self.asked, self.copies_gradients = plan, plan.data.technique == "ddp"
@@ -311,6 +331,16 @@ class DryRun:
         suggested = own if plan.pipeline is None else plan.pipeline.rows_per_microbatch(own, batch.rows_together)
         self.rows = min(own, batch.microbatch_rows or suggested)
         self.microbatches = -(-own // self.rows)
+        self.shown: Mapping[str, Tensor] = {}
+        if shows and facts.images is not None and facts.module is not None:
+            sizes = [ImageSize(facts.images.size, facts.images.each)]
+            if not facts.images.each:
+                raise DryRunError("their size is not known")
+            if length_for((1,), sizes) > batch.seq_len:
+                raise DryRunError(f"one of {facts.images.each} tokens has no place in a row of {batch.seq_len}")
+            tokens, generator = torch.zeros((self.rows, batch.seq_len), dtype=torch.int64), torch.Generator()
+            self.shown = pictured(tokens, (1,) * self.rows, facts.images, sizes, generator, torch.float32)
+            self.keys = "tokens", "labels"
 
     def ranks(self) -> tuple[RankMemory, ...]:
         """Run a step of each pipeline rank (without a pipeline, of the first rank, which holds most)."""
@@ -335,11 +365,22 @@ class DryRun:
                 in_host = (MemoryUse.OPTIMIZER,)
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
             with _as_on(asked.device, account), account:
-                model.run_opened(model.refer(step))
+                with whole_rows() if self.shown else nullcontext():
+                    model.run_opened(model.refer(step))
                 account.look()  # all gradients are there, and are told from activations
-                optimizer.step()
+                every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                idle = [tensors_in([*optimizer.state.get(p, {}).values()]) for p in every if p.grad is None]
+                if asked.optimizer.in_host_memory and not in_host:  # a copy of the state in the same memory
+                    low_bit.step(optimizer, torch.device(CPU))
+                else:
+                    optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         most, peak = dict(account.most), dict(account.peak)
+        # the step makes no state of what got no gradient
+        absent = sum(plain.nbytes for state in idle for tensor in state for plain in memory_of(tensor))
+        for found in (most, peak) if idle else ():
+            rests = MemoryUse.HOST if MemoryUse.OPTIMIZER in in_host else MemoryUse.OPTIMIZER
+            found[rests] = max(0, found.get(rests, 0) - absent)
         # the optimizer state that comes from host memory for the step counts, if the peak is then
         kinds, moving = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS), plan_memory(asked).moving
         stepping = {kind: most[kind] for kind in kinds if kind in most} | {MemoryUse.OPTIMIZER: moving}
@@ -350,7 +391,7 @@ class DryRun:
     @contextmanager
     def model_of(self, rank: int) -> Iterator[ParallelModel]:
         """Yield a rank's model on fake tensors, where every tensor is made fake."""
-        mode = fake_mode()
+        mode = fake_mode(keeps_known=bool(self.shown))
         with self.laid_out(rank, mode) as laid, self.imagining(mode):
             yield ParallelModel(*laid, loss_fn=PreferenceLoss() if self.batch.pairs else None)
 
@@ -378,6 +419,7 @@ class DryRun:
         """Return a step of so many microbatches of one document each."""
         shape, context = (self.rows, self.batch.seq_len), self.plan.context
         piece: Mapping[str, Tensor] = {key: torch.zeros(shape, dtype=torch.int64) for key in self.keys}
+        piece = piece | {key: with_values(value) for key, value in self.shown.items() if key != IMAGES_PER_ROW}
         if context is not None:  # the first rank's tokens
             piece = first_tokens(piece, context, Signature.of(model.parts[0]))
         tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.core.devices import finish_stream, is_accelerator
+from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
 from meshwright.core.names import clean
 from meshwright.core.parts import mixes_copies
@@ -187,6 +188,24 @@ def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
     )
 
 
+class LowBitStates(torch.optim.Optimizer):
+    """Holds as many bytes as torchao's optimizer, whose compiled step cannot be run on fake tensors."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], plan: OptimizerPlan, master: str):
+        super().__init__(parameters, {})
+        self._plan, self._bytes = plan, dtype_bytes(master)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            elements = local_part(parameter).numel()
+            size = len(self._plan.row.state) * elements * self._bytes
+            if self._plan.rounds(elements):
+                size = self._plan.bytes_of_rounded(elements, 1)
+            if not self.state[parameter]:
+                self.state[parameter] = {"moments": torch.empty(size, dtype=torch.uint8)}
+
+
 # --- store optimizer state in host memory
 
 STATES = 2
@@ -227,7 +246,9 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
-    if kind not in OURS and (not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED):
+    if kind not in (*OURS, LowBitStates) and (
+        not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED
+    ):
         able = f"torch's own optimizers (but {', '.join(COUPLED)}) and {' and '.join(one.__name__ for one in OURS)}"
         raise UnsupportedError(
             f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"

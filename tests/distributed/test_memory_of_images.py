@@ -1,0 +1,100 @@
+"""What a step on rows with images holds was estimated, before any process group existed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.pictures import EACH, IMAGE, SEQ, batch_of, config_of
+from support.unhurried import Unhurried, least_of
+from test_memory_estimate import TOGETHER
+
+from meshwright import Layout, parallelize
+from meshwright.core.torch_private import fake_mode, with_values
+from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
+from meshwright.distributed.memory.dry_run import default_optimizer, estimate_memory
+from meshwright.distributed.mesh import data_position, get_pp_rank
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import CausalLM, as_module
+from meshwright.planning.build import plan
+from meshwright.planning.memory import MemoryEstimate
+from meshwright.planning.values import Batch
+
+BF16: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "one": (Layout(dp_shard=1), {}),
+    "one, bf16": (Layout(dp_shard=1), BF16),
+    "sharded": (Layout(dp_shard=2), {}),
+    "sharded, tower frozen, full": (
+        Layout(dp_shard=2),
+        {"freeze": (r"\.vision_tower\.",), "activation_checkpointing": "full"},
+    ),
+    "tensor": (Layout(dp_shard=1, tp=2), {}),
+    "stages": (Layout(dp_shard=1, pp=2), {}),
+}
+
+
+def foreseen(name: str, *, seq_len: int = SEQ, family: str = "llava") -> MemoryEstimate:
+    layout, techniques = CASES[name]
+    facts = model_facts(as_module(CausalLM(config_of(family))))
+    made = plan(facts, layout, techniques=techniques)
+    return estimate_memory(facts, made, Batch(4 * layout.dp_shard, seq_len, 1))
+
+
+def compared(name: str, images: int) -> tuple[int, int, int, MemoryEstimate]:
+    """Bytes found in a third step, the pipeline rank, its data ranks, and the estimate."""
+    layout, techniques = CASES[name]
+    laid = parallelize(CausalLM(config_of("llava")), layout, techniques=techniques, microbatch_rows=1)
+    optimizer = default_optimizer(laid)
+    batch = {
+        key: value.float() if value.is_floating_point() else value
+        for key, value in batch_of("llava", 0, (images,) * 4).items()
+    }
+    watches = [MemoryAccount(laid.parts, dims_of_logits(128, layout.tp), optimizer=optimizer) for _ in range(2)]
+    for _ in range(2):
+        laid.forward_backward(batch)
+        laid.optimizer_step(optimizer)
+    for watch in watches:
+        with Unhurried(), watch:
+            laid.forward_backward(batch)
+            laid.optimizer_step(optimizer)
+    rank = get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else 0
+    return sum(least_of(watches)[1].values()), rank, data_position(laid.mesh)[1], foreseen(name)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_with_an_image_in_each_row_holds_what_was_estimated(spmd, name):
+    for found, rank, _, estimate in spmd(CASES[name][0].world, compared, name, 1):
+        assert not estimate.why_not, estimate.why_not
+        assert estimate.of(rank).total == pytest.approx(found, rel=TOGETHER)
+        assert 0 < estimate.least[rank] <= estimate.of(rank).total
+
+
+@pytest.mark.all
+def test_rows_without_images_lie_at_the_lower_end(spmd):
+    """Packed positions, which an estimate without images counts on, come on top."""
+    for found, rank, _, estimate in spmd(2, compared, "sharded", 0):
+        assert found <= 1.005 * estimate.of(rank).total
+        assert estimate.least[rank] < estimate.of(rank).total
+
+
+def test_images_of_which_nothing_is_known_are_left_out_and_said():
+    for words, options in (
+        ("size is not known", {"family": "qwen2_5_vl"}),
+        (f"one of {EACH} tokens has no place in a row of 4", {"seq_len": 4}),
+    ):
+        estimate = foreseen("sharded", **options)
+        assert estimate.ranks and not estimate.least
+        assert any("no images" in note and words in note for note in estimate.notes), estimate.notes
+
+
+def test_known_values_are_kept_where_nothing_else_decides():
+    tokens = torch.tensor([3, IMAGE, IMAGE, 5])
+    with fake_mode(keeps_known=True):
+        known = with_values(tokens)
+        assert int((known == IMAGE).sum()) == 2 and len(known[known == IMAGE]) == 2
+        unknown = known + torch.randint(0, 5, (4,))
+        with pytest.raises(Exception, match="local_scalar"):
+            int(unknown.sum())
