@@ -81,10 +81,11 @@ def test_rows_without_images_lie_at_the_lower_end(spmd):
 
 
 def test_images_of_which_nothing_is_known_are_left_out_and_said():
-    for words, options in (
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("size is not known", {"family": "qwen2_5_vl"}),
         (f"one of {EACH} tokens has no place in a row of 4", {"seq_len": 4}),
-    ):
+    )
+    for words, options in cases:
         estimate = foreseen("sharded", **options)
         assert estimate.ranks and not estimate.least
         assert any("no images" in note and words in note for note in estimate.notes), estimate.notes
@@ -98,3 +99,10 @@ def test_known_values_are_kept_where_nothing_else_decides():
         unknown = known + torch.randint(0, 5, (4,))
         with pytest.raises(Exception, match="local_scalar"):
             int(unknown.sum())
+
+
+def test_one_rank_accumulates_microbatches_of_which_none_has_an_image():
+    """Mixed precision shards over one rank, where torch accumulates nothing of a block that was never gathered."""
+    laid = parallelize(CausalLM(config_of("llava")), techniques=BF16, microbatch_rows=1)
+    assert laid.forward_backward(batch_of("llava", 0, (0, 0))).loss > 0
+    assert all(not unit.name.startswith("model.vision_tower") for unit in laid.plan.units)
