@@ -447,7 +447,7 @@ def main() -> int:
     drawn = drawn if arguments.only < 0 else drawn[arguments.only : arguments.only + 1]
     with WorkerPool(4, threads=1) as workers:
         return run(
-            lambda one: workers.run(compare, one, world=one.layout.world, timeout=300),
+            lambda one: workers.run(compare, one, world=one.layout.world, timeout=1500),
             drawn,
             shows_rows=arguments.rows,
         )
