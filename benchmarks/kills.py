@@ -1,13 +1,14 @@
 """Kill the processes of a run while it saves, at a drawn write, and continue it on a drawn layout.
 
-    python benchmarks/kills.py [kills] [--seed 0] [--folder DIR] [--minutes 30] [--synchronous] [--memory]
+    python benchmarks/kills.py [kills] [--seed 0] [--folder DIR] [--minutes 30] [--synchronous] [--memory] [--bucket]
 
 A trial continues the run on one of seven layouts. On the way writers die at their n-th change to the disk (write,
 fsync, rename, mkdir) and are replaced; at the end a rank dies: at the n-th change of its writer, at one of its own
 (removing old checkpoints among them), or at any time. After every trial each checkpoint that has a manifest is whole,
 the newest proves every byte, and no more than the save under way is lost. Every loss, of steps that are taken again
 too, must be that of a run that nothing happened to. With --memory a third of the saves goes to disk, and two hosts,
-which the ranks share, keep the other steps in memory; half of the kills lose one host's.
+which the ranks share, keep the other steps in memory; half of the kills lose one host's. With --bucket runs lie in one
+on a server of moto's, and deaths come before the n-th request.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import os
 import random
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +73,34 @@ def die() -> OSError:
     raise AssertionError("a killed process goes on")
 
 
-def faulty_writer(file: int, change: float, with_rank: bool) -> None:
-    """A writer that dies at a change to the disk, alone or after its rank; as urgent as others, for more kills."""
+@contextmanager
+def dying(change: int, fail: Callable[[], OSError], in_bucket: bool) -> Iterator[None]:
+    """In here this process fails at its n-th change to the disk, or request to the bucket; 0: at none."""
     from support.disk import failing_disk
 
+    if not in_bucket:
+        with failing_disk(change, fail, CHANGES):
+            yield
+        return
+    import s3fs
+
+    plain, seen = s3fs.S3FileSystem._call_s3, []
+
+    async def counted(files: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(args[:1])
+        if len(seen) == change:
+            fail()
+        return await plain(files, *args, **kwargs)
+
+    s3fs.S3FileSystem._call_s3 = counted
+    try:
+        yield
+    finally:
+        s3fs.S3FileSystem._call_s3 = plain
+
+
+def faulty_writer(file: int, change: int, with_rank: bool, in_bucket: bool) -> None:
+    """A writer that dies at a change to the disk, alone or after its rank; as urgent as others, for more kills."""
     writer.NICE = 0
 
     def fail() -> OSError:
@@ -80,7 +108,7 @@ def faulty_writer(file: int, change: float, with_rank: bool) -> None:
             os.kill(os.getppid(), signal.SIGKILL)
         return die()
 
-    with failing_disk(int(change), fail, CHANGES):
+    with dying(change, fail, in_bucket):
         writer.main(file)
 
 
@@ -92,20 +120,28 @@ def make(layout: str) -> Any:
 
 
 def train(
-    folder: str, layout: str, until: int, rank: int, event: tuple[str, Any], deaths: list[int], waits: bool, hosts: bool
+    folder: str,
+    location: str,
+    layout: str,
+    until: int,
+    rank: int,
+    event: tuple[str, Any],
+    deaths: list[int],
+    waits: bool,
+    hosts: bool,
 ) -> int:
     """Continue a run; return its last step.
 
     Args:
+        folder, location: of the losses, and of the checkpoints.
         rank: what happens happens to this one: ``event`` at the end, and before it its writers die at ``deaths``.
         waits: save synchronously.
         hosts: keep states in the memory of two hosts.
     """
-    from support.disk import failing_disk
-
-    world = int(os.environ["WORLD_SIZE"])
+    world, in_bucket = int(os.environ["WORLD_SIZE"]), location.startswith("s3:")
     model = make(layout)
-    optimizer, run, step = torch.optim.AdamW(model.parameters(), lr=1e-4), CheckpointFolder(Path(folder)), 0
+    run, step = CheckpointFolder(location if in_bucket else Path(location)), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if (latest := agree.from_rank_zero(run.latest())) is not None:
         step = load(model, latest, optimizer=optimizer)["step"]
     memory = None
@@ -122,7 +158,8 @@ def train(
 
     def command(file: int) -> list[str]:
         with_rank = not pending and is_mine and kind == "write"
-        call = f"kills.faulty_writer({file}, {pending.pop(0) if pending else value * with_rank}, {with_rank})"
+        change = pending.pop(0) if pending else value * with_rank
+        call = f"kills.faulty_writer({file}, {change}, {with_rank}, {in_bucket})"
         return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; import kills; {call}"]
 
     writer.command, background.NICE = command, 0
@@ -133,7 +170,7 @@ def train(
         timer.start()
     number, ranks = data_position(model.mesh)
     own = value if is_mine and kind == "own" else 0
-    with open(f"{folder}.losses", "a") as losses, failing_disk(own, die, CHANGES):
+    with open(f"{folder}.losses", "a") as losses, dying(own, die, in_bucket):
         while step < until:
             words = torch.randint(0, 128, (8, 17), generator=torch.Generator().manual_seed(step))[number::ranks]
             loss = float(model.forward_backward({"tokens": words[:, :-1], "labels": words[:, 1:]}))
@@ -163,10 +200,12 @@ class Trials:
     Args:
         waits: save synchronously.
         hosts: keep states in the memory of two hosts.
+        bucket: of the runs; "": they are on disk.
     """
 
-    def __init__(self, folder: Path, seed: int, waits: bool, hosts: bool, say: Callable[[str], None]):
+    def __init__(self, folder: Path, seed: int, waits: bool, hosts: bool, bucket: str, say: Callable[[str], None]):
         self.folder, self.draw, self.waits, self.say = folder, random.Random(seed), waits, say
+        self.bucket = bucket
         self.hosts = hosts
         self.counts: Counter[str] = Counter()
         self.lost: Counter[int] = Counter()
@@ -174,7 +213,8 @@ class Trials:
         torch.set_num_threads(1)  # a process that has computed with several cannot be forked
         make("one")  # imports what ranks need
         self.pools = {size: WorkerPool(size, threads=1, oversubscribe=True, method="fork") for size in (1, 2, 4)}
-        self.pools[1].run(train, str(folder / "whole"), "one", STEPS, 0, ("", 0), [], True, False, world=1)
+        whole = str(folder / "whole")
+        self.pools[1].run(train, whole, whole, "one", STEPS, 0, ("", 0), [], True, False, world=1)
         self.wanted = dict(rows(folder / "whole.losses"))
 
     def trial(self) -> None:
@@ -191,7 +231,8 @@ class Trials:
         until, before = min(reached + self.draw.randrange(2, FURTHER + 1), STEPS), self.saved(run)
         given = (kind, value), deaths, self.waits, self.hosts
         try:
-            self.pools[world].run(train, str(run), layout, until, rank, *given, world=world, timeout=900)
+            at = str(self.location(run))
+            self.pools[world].run(train, str(run), at, layout, until, rank, *given, world=world, timeout=900)
             end = "went on"
         except WorkerDied:
             end = "killed"
@@ -227,7 +268,7 @@ class Trials:
         )
         self.layout = layout
         if self.step >= STEPS or (saved and saved >= STEPS - EVERY):
-            shutil.rmtree(run)
+            shutil.rmtree(run, ignore_errors=bool(self.bucket))
             self.number, self.step = self.number + 1, 0
         elif end == "killed":
             self.step = saved
@@ -240,9 +281,12 @@ class Trials:
         self.say(f"ranks killed {self.kills}; steps after the newest on disk, times: {again} (a save every {every})")
         self.say(f"losses differ by {self.deviation:.1e} at most")
 
+    def location(self, run: Path) -> Path | str:
+        return f"{self.bucket}/{run.name}" if self.bucket else run
+
     def saved(self, run: Path) -> int:
         """Return the newest whole step; all that has a manifest is whole, and of the newest every byte is proven."""
-        newest, problems = CheckpointFolder(run).newest()
+        newest, problems = CheckpointFolder(self.location(run)).newest()
         assert not problems, problems
         if newest is None:
             return 0
@@ -258,6 +302,23 @@ def rows(path: Path) -> list[tuple[int, float]]:
     return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def serve() -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server of moto's in a process of its own, and return it with the address of a bucket."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    words = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "DEFAULT_REGION": "us-east-1"}
+    os.environ |= {f"AWS_{key}": value for key, value in words.items()}
+    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    make_it = "import fsspec; fsspec.filesystem('s3').makedirs('bucket', exist_ok=True)"
+    while subprocess.run([sys.executable, "-c", make_it], stderr=subprocess.DEVNULL).returncode:
+        time.sleep(1)
+    return server, "s3://bucket"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", nargs="?", type=int, default=500)
@@ -266,16 +327,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--synchronous", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--bucket", action="store_true")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * given.minutes
-    trials = Trials(folder, given.seed, given.synchronous, given.memory, lambda text: print(text, flush=True))
+    server, bucket = serve() if given.bucket else (None, "")
+    trials = Trials(folder, given.seed, given.synchronous, given.memory, bucket, lambda text: print(text, flush=True))
     try:
         while trials.kills < given.kills and time.monotonic() < end:
             trials.trial()
     finally:
         trials.tell()
+        if server is not None:
+            server.terminate()
     for pool in trials.pools.values():
         pool.close()
 

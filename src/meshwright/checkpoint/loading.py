@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.core.devices import CPU, local_device
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.host import usable_cores
 from meshwright.core.names import clean
 from meshwright.distributed.averaging import begin_anew
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
@@ -30,7 +31,7 @@ from meshwright.planning.values import NF4_STORED
 
 from .folder import PARTIAL, CheckpointFolder, step_of
 from .manifest import DamagedCheckpoint, Manifest, TensorEntry, describe_file, lacking, locate, with_pieces
-from .pieces import PieceEntry, hash_of
+from .pieces import PieceEntry, new_hash
 from .saving import finish_saves
 from .state import (
     empty_optimizer_tensors,
@@ -40,13 +41,13 @@ from .state import (
     put_options,
     shape_and_dtype,
 )
-from .store import Location, ReadInto, place_of
+from .store import Buffer, Location, ReadInto, RemoteStore, place_of
 
 log = logging.getLogger("meshwright")
 Result = TypeVar("Result")
 
 READERS = 8
-"""Threads that read and hash."""
+"""Threads that read and hash at most; of a folder on disk two for each core."""
 NOTHING = "Nothing was loaded; use an older one, or copy it again."
 
 
@@ -402,11 +403,12 @@ def read_tensors(tensors: dict[str, Tensor], path: Location, manifest: Manifest,
         by_pack: dict[str, list[Reading]] = {}
         for reading in sorted(found, key=lambda reading: reading.entry.begin):
             by_pack.setdefault(reading.entry.pack, []).append(reading)
-        with ThreadPoolExecutor(READERS) as pool, torch.no_grad():
+        readers = READERS if isinstance(store, RemoteStore) else min(READERS, 2 * usable_cores())
+        with ThreadPoolExecutor(readers) as pool, torch.no_grad():
             for pack, rows in by_pack.items():
                 where = store.where(locate(folder, pack))
                 with store.opened(locate(folder, pack)) as read_into:
-                    taking = [pool.submit(_take, row, read_into, where, keep) for row in rows]
+                    taking = [pool.submit(_take, row, read_into, store.portion, where, keep) for row in rows]
                     for one in taking:
                         one.result()
 
@@ -429,16 +431,22 @@ def read_tensors(tensors: dict[str, Tensor], path: Location, manifest: Manifest,
             local.copy_(into)
 
 
-def _take(reading: Reading, read_into: ReadInto, where: str, keep: bool) -> None:
-    """Read a block, prove it, and copy what is wanted of it. Raises IntegrityError, OSError."""
+def _take(reading: Reading, read_into: ReadInto, portion: int, where: str, keep: bool) -> None:
+    """Read a block, prove it, and copy what is wanted of it. Raises IntegrityError, OSError.
+
+    Each portion is hashed while the processor's cache still has it.
+    """
     entry, part = reading.entry, reading.into[reading.target]
     in_place = keep and reading.is_whole
-    buffer = part.reshape(-1).view(torch.uint8).numpy() if in_place else np.empty(entry.end - entry.begin, np.uint8)
-    read_into(entry.begin, buffer)
-    if entry.hash and hash_of(buffer) != entry.hash:
+    whole = part.reshape(-1).view(torch.uint8) if in_place else torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    buffer: Buffer = whole.numpy()
+    digest = new_hash()
+    for at in range(0, len(buffer), portion):
+        read_into(entry.begin + at, buffer[at : at + portion])
+        digest.update(buffer[at : at + portion])
+    if entry.hash and digest.hexdigest() != entry.hash:
         raise IntegrityError(
             f"{where} has the right size, but its content changed since it was written (hash of {entry.key})"
         )
     if keep and not in_place:
-        block = torch.from_numpy(buffer).view(part.dtype).reshape(entry.shape)
-        part.copy_(block[reading.source])
+        part.copy_(whole.view(part.dtype).reshape(entry.shape)[reading.source])

@@ -102,8 +102,12 @@ Known = MutableMapping[tuple[str, int], PieceEntry]
 """(hash, number of bytes) -> an entry that has such bytes, its pack as named from the folder that is written."""
 
 
+new_hash = xxhash.xxh3_128
+"""A 128-bit XXH3, ``update`` by ``update``: it finds damage and equal bytes, and no forger."""
+
+
 def hash_of(data: Buffer) -> str:
-    """Return the 128-bit XXH3 of bytes, in hexadecimal: it finds damage and equal bytes, and no forger."""
+    """Return the ``new_hash`` of bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

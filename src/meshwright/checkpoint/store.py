@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError
 from meshwright.core.files import inside, sync_folder
@@ -36,6 +36,8 @@ class LocalStore:
     """
 
     root: Path
+    portion: ClassVar[int] = 1 << 20
+    """Bytes that are best read at once."""
 
     def __str__(self) -> str:
         return str(self.root)
@@ -153,6 +155,7 @@ class RemoteStore:
     """
 
     root: str
+    portion: ClassVar[int] = PART
 
     @cached_property
     def _at(self) -> tuple[Any, str]:

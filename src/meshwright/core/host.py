@@ -222,6 +222,11 @@ MIB = 300
 """Memory of a process that has imported torch and trains a small model."""
 
 
+def usable_cores() -> int:
+    """Count the threads of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def physical_cores() -> int:
     """Count the cores that this process may use: threads of a core count once, and a container's share is heeded."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -236,7 +241,7 @@ def refuse_too_many(count: int) -> None:
     """Raise ConfigError for more processes than cores or free memory serve: they would end others' programs."""
     import psutil  # which the first line of a run does not wait for
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     free = psutil.virtual_memory().available
     for_cores, for_memory = max(ON_FEW_CORES, PER_CORE * cores), free // (MIB << 20)
     if count <= max(ALWAYS, min(for_cores, for_memory)):

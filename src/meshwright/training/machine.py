@@ -15,6 +15,7 @@ import torch
 
 from meshwright.core.devices import CPU, current_device, is_accelerator, local_device
 from meshwright.core.errors import ConfigError
+from meshwright.core.host import usable_cores
 from meshwright.distributed import measuring
 from meshwright.distributed.measuring import ACCELERATED, FULL, Effort
 from meshwright.distributed.process import agree
@@ -57,7 +58,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
     kind = local_device()
     device, per_node = current_device(kind), ranks_per_node() or world
     effort = effort or (ACCELERATED if is_accelerator(kind) else FULL)
-    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = usable_cores()
     slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
     memory = float(psutil.virtual_memory().total) / per_node
     if is_accelerator(kind):

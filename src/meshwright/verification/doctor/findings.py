@@ -34,6 +34,7 @@ from meshwright.core.host import (
     interfaces,
     nccl_choice,
     numbers,
+    usable_cores,
 )
 from meshwright.verification.doctor.inside import AXES
 
@@ -128,7 +129,7 @@ LEAST_PROCESSES, WANTED_PROCESSES = 4096, 65_536
 
 def host_findings() -> Iterator[Finding]:
     """Yield what the host gives to processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     system = f"{platform.system()} {platform.release()} on {platform.machine()}, {cores} core{'s' * (cores > 1)}"
     try:
         import psutil
