@@ -124,6 +124,27 @@ def test_parameters_that_a_script_updates_itself_are_observed(tmp_path: Path, fo
     assert blame(tmp_path / "right", tmp_path / "right")["verdict"] == "sound"
 
 
+IN_TURN = """
+import torch
+torch.manual_seed(0)
+enter, leave = torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)
+first, second = (torch.optim.Adam(m.parameters(), lr=0.1) for m in {order})
+for step in range(3):
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    leave(enter(rows)).square().sum().backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_models_that_are_called_and_stepped_in_turn(tmp_path: Path):
+    one, noisy, turned = (tmp_path / name for name in ("one", "noisy", "turned"))
+    observe(one, [sys.executable, "-c", IN_TURN.format(order="(enter, leave)")], "--noisy", str(noisy))
+    observe(turned, [sys.executable, "-c", IN_TURN.format(order="(leave, enter)")])
+    assert blame(one, turned, "--noisy", noisy)["verdict"] == "sound"
+
+
 @pytest.mark.follows("meshwright observe")
 def test_what_cannot_be_observed_is_said(tmp_path: Path):
     idle = [sys.executable, "-c", "import torch; print(torch.ones(1))"]

@@ -136,9 +136,19 @@ class Diagnosis:
                 for name, entry in self.many.step(rank, self.number - 1)["after"].items()
                 if (spot := self.places[rank].get(name)) is not None and spot.name in {o.name for o in off}
             ]
+            if self._is_reordered(off):
+                return self._finding(place, ranks, "wrong order", "what the last step left is there in another order")
             return self._finding(place, ranks, self.kind_of_resume(norms), "it is not what the last step left")
         found = self._finding(place, ranks, "stale value", "it changed after the optimizer's step")
         return replace(found, step=self.number)
+
+    def _is_reordered(self, off: list[Off]) -> bool:
+        """Return whether the ranks' shards hold together what they should, each something of another's."""
+        pairs = [[o for o in off if o.name == name and o.found is not None] for name in {o.name for o in off}]
+        return all(
+            pair and is_permuted(torch.cat([o.found for o in pair]), torch.cat([o.whole for o in pair]))  # type: ignore[misc]
+            for pair in pairs
+        )
 
     def of_replicas(self, off: list[Off]) -> Finding:
         """Describe parameters of which ranks have different copies."""
@@ -451,15 +461,18 @@ class Diagnosis:
         if all(self._unchanged(o) for o in off):
             return self._finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
         resumed = any(self.resumed(rank) for rank in ranks)
-        rates = self._rates(ranks)
+        rates, alike = self._rates(ranks)
+        if rates and alike:  # those of one group, however many they are
+            place = names[-1]
         kind, why = "wrong scale", "the gradient is right and the step is not"
         states = [found for o in off for found in self._states(o)]
         if rates:
             kind, why = ("dead path" if self._has_no_decay(ranks) else "wrong scale"), f"{', '.join(rates)} differs"
-            earlier = [self.many.step(rank, s)["rates"].values() for rank in ranks for s in range(self.number)]
+            steps = [self.many.step(rank, s) for rank in range(self.n) for s in range(self.number)]
+            earlier = [step["rates"].values() for step in steps]
             now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
             is_old = rates != ["lr"] or now & {rate["lr"] for every in earlier for rate in every}
-            if resumed and is_old:  # it has a rate that it had before
+            if resumed and is_old:  # it has a rate that the run had before
                 kind = self.kind_of_resume([], ["last_epoch"] if "lr" in rates else [])
         elif states:
             lost = [norm for o in off for norm in self._norms_before(o)]
@@ -485,15 +498,17 @@ class Diagnosis:
         assert off.place is not None
         return part(self.whole["before"][off.name], off.place)
 
-    def _rates(self, ranks: Sequence[int]) -> list[str]:
-        found: set[str] = set()
+    def _rates(self, ranks: Sequence[int]) -> tuple[list[str], bool]:
+        """Return what differs of the parameters' rates, and whether those of some are as they should be."""
+        found, alike = set[str](), False
         for rank in ranks:
             for name, rates in self.own[rank]["rates"].items():
                 place = self.places[rank].get(name)
                 whole = self.whole["rates"].get(place.name) if place else None
                 if whole is not None:
-                    found |= {key for key in RATES if rates.get(key) != whole.get(key)}
-        return sorted(found)
+                    found |= (other := {key for key in RATES if rates.get(key) != whole.get(key)})
+                    alike |= not other
+        return sorted(found), alike
 
     def _has_no_decay(self, ranks: Sequence[int]) -> bool:
         whole = max((rates.get("weight_decay", 0.0) for rates in self.whole["rates"].values()), default=0.0)

@@ -157,7 +157,7 @@ class Passes:
         return total
 
     def wrong_labels(self) -> Rows | None:
-        """Compare what each row was to predict."""
+        """Compare what each row was to predict; fractions may be computed, and are wrong where another row's."""
         theirs = dict(self._labels(self.whole, self.whole_keys))
         wrong = set()
         for rank, one in enumerate(self.own):
@@ -168,7 +168,9 @@ class Passes:
                     continue
                 if at is not None and len(at) == len(labels) and int(at.max()) < len(there):
                     there = there[at]
-                if len(there) == len(labels) and not torch.equal(there, labels):
+                if len(there) != len(labels) or torch.equal(there, labels):
+                    continue
+                if torch.equal(labels, labels.round()) or any(torch.equal(labels, other) for other in theirs.values()):
                     wrong.add(rank)
         return Rows(tuple(sorted(wrong)), "labels are other rows' or are missing") if wrong else None
 

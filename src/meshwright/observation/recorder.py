@@ -33,13 +33,14 @@ from meshwright.observation.sketches import (
     marginals,
     name_of,
     names_in,
+    norm_of,
     packed,
     plain_of,
     sketch,
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 4"
+FORMAT = "meshwright trace 5"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
@@ -59,17 +60,18 @@ WRAPPERS = {
 
 def record(tensor: Any) -> dict[str, Any]:
     """Describe a parameter, its gradient or its state."""
-    local, offset, whole, kind = tensor.detach(), None, None, []
-    if hasattr(local, "placements"):
-        whole, kind = tuple(local.shape), [str(p) for p in local.placements]
-        offset = _offset(local)
-    plain = local_of(local).detach()
-    if plain.is_quantized or not (plain.is_floating_point() or plain.dtype in (torch.int64, torch.int32, torch.bool)):
+    plain, offset, whole, kind = tensor.detach(), None, None, []
+    if hasattr(plain, "placements"):
+        whole, kind = tuple(plain.shape), [str(p) for p in plain.placements]
+        offset = _offset(plain)
+    if type(plain) is not Tensor or plain.layout != torch.strided:
+        plain = local_of(plain).detach()
+    is_float = plain.is_floating_point()
+    if plain.is_quantized or not (is_float or plain.dtype in (torch.int64, torch.int32, torch.bool)):
         plain = plain.view(torch.uint8) if plain.dim() else plain.double()
     values = plain_of(plain)
-    norm = sum(float(run @ run) for run in values.reshape(-1).split(1 << 16)) ** 0.5
-    few = plain.reshape(-1)[:256]
-    fits = plain.is_floating_point() and norm and all(bool((v.bfloat16() == v).all()) for v in (few, plain))
+    norm = norm_of(values)
+    fits = is_float and norm and all(bool(v.bfloat16().eq(v).all()) for v in (plain.reshape(-1)[:256], plain))
     return {
         "shape": list(plain.shape),
         "fits": bool(fits),
@@ -209,9 +211,12 @@ class Recorder:
             while self.stack.pop() != id(module):
                 pass
         is_root = not self.stack
-        tensor = first_tensor(output)
+        tensor, changed = first_tensor(output), None
         if not torch.is_grad_enabled() or not self.settings.get("modules", True) or type(tensor).__name__ in TRACED:
             return None
+        is_empty = tensor is None or tensor.dim() == 0 or tensor.numel() == 0 or tensor.is_meta
+        if not is_empty and self.settings.get("noise") is not None and any(True for _ in module.parameters(False)):
+            tensor = first_tensor(changed := self._noisy(output))
         if is_root:
             given = tensors_by_name(args, "") | tensors_by_name(kwargs, "")
             inputs = {
@@ -221,14 +226,10 @@ class Recorder:
             }
             rows = hashes(tensor) if tensor is not None and tensor.dim() and not tensor.is_meta else []
             self.now["calls"].append({"module": id(module), "inputs": inputs, "gives": rows})
-        if tensor is None or tensor.dim() == 0 or tensor.numel() == 0 or tensor.is_meta:
+        if is_empty:
             return None
+        assert tensor is not None
         self.now["short"] = self.now["short"] or (is_root and is_short(tensor))
-        changed = None
-        if self.settings.get("noise") is not None and any(True for _ in module.parameters(recurse=False)):
-            changed = self._noisy(output)
-            tensor = first_tensor(changed)
-            assert tensor is not None
         seen, version, found = self.last
         if found is None or seen() is not tensor or version != tensor._version:
             found = sketch(tensor)
@@ -263,7 +264,8 @@ class Recorder:
         self._meet()
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         if self.find_names(stepped) or not self.now["before"]:
-            self.now["before"] = self.parameters()
+            known = self.now["before"] if self.stepped else {}  # before the optimizers that have stepped already
+            self.now["before"] = {name: known.get(name, entry) for name, entry in self.parameters().items()}
         if not self.stepped:  # of parameters that no optimizer steps here, too
             for name, (tensor, piece) in self._by_name().items():
                 if tensor.grad is not None:
@@ -490,9 +492,11 @@ class Recorder:
 
     def write_left(self) -> dict[str, dict[str, Any]]:
         """Note what the step left after its optimizers, write it, and return the parameters."""
-        self.now["left"], self.now["buffers"] = self.parameters(), self.buffers_now()
+        left, after = self.parameters(), self.now["after"]
+        self.now["left"] = {name: None if entry is after.get(name) else entry for name, entry in left.items()}
+        self.now["buffers"] = self.buffers_now()
         self.write()
-        return self.now["left"]
+        return left
 
     def at_exit(self) -> None:
         """Write what the last step left, and that the process ended as Python ends."""

@@ -22,6 +22,8 @@ TOKENS = 1 << 14
 """Numbers of an output that are recorded, at most; beyond that, neighbours are added up."""
 BLOCK = 1024
 """Numbers that are added up in their own precision, at most."""
+RUN = 1 << 16
+"""Squares that are added up in their own precision, at most."""
 SMALL = 1 << 15
 """Numbers of a tensor that is added up in float64, at most."""
 
@@ -57,11 +59,21 @@ def marginals(
         before = along[0] if dim else signs(1, 0, tensor.dtype).abs()
         for other in along[1:dim]:
             before = torch.outer(before, other).flatten()
-        parts = [before[i : i + BLOCK] @ rows[i : i + BLOCK] for i in range(0, max(1, len(rows)), BLOCK)]
-        found.append((torch.stack(parts).double().sum(0) if len(parts) > 1 else parts[0]).float())
-        pieces = zip(rows.split(BLOCK, 1), along[dim].split(BLOCK), strict=True)
-        left = torch.stack([a @ b for a, b in pieces]).double().sum(0).to(tensor.dtype)
+        found.append(_added([a @ b for a, b in zip(before.split(BLOCK), rows.split(BLOCK), strict=True)]).float())
+        if dim:
+            left = _added([a @ b for a, b in zip(rows.split(BLOCK, 1), along[dim].split(BLOCK), strict=True)])
     return found[::-1]
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    """Add up blocks' sums in float64; the result has their dtype."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).double().sum(0).to(parts[0].dtype)
+
+
+def norm_of(values: Tensor) -> float:
+    """Return the 2-norm of numbers, added up in their own precision in runs of ``RUN`` and in float64 beyond."""
+    flat = values.reshape(-1)
+    return sum(float(run @ run) for run in (flat.split(RUN) if flat.numel() > RUN else (flat,))) ** 0.5
 
 
 def plain_of(tensor: Tensor) -> Tensor:
@@ -174,13 +186,15 @@ def names_in(value: Any) -> set[str]:
 def packed(content: dict[str, Any]) -> dict[str, Any]:
     """Lay out a trace for a file, which names and lists in JSON and a few long tensors make small and fast."""
     numbers: dict[str, list[Tensor]] = {"float32": [torch.zeros(0)], "float64": [torch.zeros(0, dtype=torch.float64)]}
-    begins = dict.fromkeys(numbers, 0)
+    begins, placed = dict.fromkeys(numbers, 0), dict[int, Any]()
 
     def place(tensor: Tensor) -> dict[str, Any]:
-        name = str(tensor.dtype)[6:]
-        numbers[name].append(tensor.reshape(-1))
-        begins[name] += tensor.numel()
-        return {"#": [name, begins[name] - tensor.numel(), list(tensor.shape)]}
+        if id(tensor) not in placed:
+            name = str(tensor.dtype)[6:]
+            numbers[name].append(tensor.reshape(-1))
+            placed[id(tensor)] = {"#": [name, begins[name], list(tensor.shape)]}
+            begins[name] += tensor.numel()
+        return placed[id(tensor)]
 
     return {"json": json.dumps(content, default=place)} | {name: torch.cat(parts) for name, parts in numbers.items()}
 

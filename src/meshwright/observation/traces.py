@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 4"
+FORMAT = "meshwright trace 5"
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
 
@@ -51,6 +51,8 @@ class Run:
         parts = [unpacked(part) if "json" in part else part for part in read]
         if any(part["format"] != FORMAT for part in parts):
             raise ConfigError(f"{folder} holds traces of another version of meshwright; observe the run anew")
+        for step in (part["step"] for part in parts if "left" in part["step"]):
+            step["left"] = {name: entry or step["after"][name] for name, entry in step["left"].items()}
         ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for entry in sorted(parts, key=lambda part: part["time"]):
             ranks[entry["rank"]].append(entry)
@@ -205,8 +207,9 @@ def places_of(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Place]:
             found[name] = Place(guess)
             continue
         beside = [p for n, p in found.items() if n.rpartition(".")[0] == module and p.dim == 0 and p.index is not None]
-        if beside and len(beside[0].index) == entry["shape"][0]:  # type: ignore[arg-type, index]
-            found[name] = Place(guess, 0, beside[0].index)
+        index = next((p.index for p in beside if p.index is not None), None)
+        if index is not None and len(index) == entry["shape"][0] and int(index.max()) < whole[guess]["shape"][0]:
+            found[name] = Place(guess, 0, index)
     return found
 
 
