@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -12,7 +13,7 @@ from meshwright.core.devices import device_memory
 from meshwright.core.errors import ConfigError
 from meshwright.distributed.memory.dry_run import estimate_memory
 from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning import memory as bounds
@@ -176,6 +177,15 @@ def test_ranks_of_one_host_share_its_memory_and_stages_count_apart():
     least = 2 * min(one.host for one in ranks)
     assert states_on(pipeline, on_host(least + 1, 2)) is not Fit.TOO_LARGE
     assert states_on(pipeline, on_host(least - 1, 2)) is Fit.TOO_LARGE
+
+
+def test_states_that_some_weights_never_have_refuse_nothing():
+    """Of a tower's last layer LLaVA uses nothing, so its gradients and moments are never made."""
+    (states,) = bytes_of_states(made := planned(), BATCH)
+    short, found = on_host(0.95 * states.host), estimate_of(parameters=BYTES, gradients=BYTES)
+    assert judge(FACTS, made, BATCH, short, lambda: found).verdict is Fit.TOO_LARGE
+    with patch.object(ModelFacts, "images", object()):
+        assert judge(FACTS, made, BATCH, short, lambda: found).verdict is Fit.FITS
 
 
 def test_a_rank_is_judged_by_its_own_device():

@@ -133,6 +133,7 @@ def judge(
         fully: give an upper bound, whatever it costs.
     """
     states = need(plan, capacity, bytes_of_states(plan, batch, state_tensors=state_tensors))
+    is_bound = facts.images is None  # of a model with images, some weights get no gradient
     if not fully:
         # the inputs of all matrices and the logits of a microbatch on one rank
         rows = max(1, batch.global_rows // plan.data_ranks)
@@ -140,7 +141,7 @@ def judge(
         widths = sum(p.shape[-1] for p in facts.parameters if len(p.shape) == 2) * dtype_bytes(plan.precision.compute)
         rough = tokens / (plan.size("tp") * plan.size("pp")) * (widths + 4 * (facts.vocab_size or 0))
         rough *= 1 if capacity.device_bytes else capacity.ranks
-        if states.is_short or states.bytes + rough <= WORTH_A_DRY_RUN * states.have:
+        if (states.is_short and is_bound) or states.bytes + rough <= WORTH_A_DRY_RUN * states.have:
             return Judgement(states, None)
     found = estimate()
     if not found.ranks:
@@ -152,7 +153,7 @@ def judge(
         # arithmetic, which any card has alike
         memory = step_memory(job_of_plan(facts, plan, batch, machines("h100", plan.world, per_node=plan.world)))
         least = need(plan, capacity, bound(activations=memory.activations + memory.logits))
-    least = max(states, least, key=lambda one: one.bytes / one.have)
+    least = max(states, least, key=lambda one: one.bytes / one.have) if is_bound else least
     return Judgement(least, need(plan, capacity, bytes_at_most(plan, found), with_libraries=True))
 
 
@@ -271,7 +272,7 @@ def nearest_that_fits(
             low_bit.refuse_absent(made.optimizer)
         except MeshwrightError:
             return None
-        if (least := states(made, rows)).is_short:
+        if (least := states(made, rows)).is_short and facts.images is None:
             return Judgement(least, None)
         runs += 1
         return judge(facts, made, rows, capacity, partial(estimate, changed, made, rows), fully=True, **options)
