@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10260, 49),
     "models": (4, 720, 5),
-    "observation": (9, 2880, 44),
+    "observation": (9, 2890, 44),
     "planning": (34, 8760, 44),
     "simulation": (13, 4380, 26),
     "training": (41, 10830, 46),
