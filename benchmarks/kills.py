@@ -14,6 +14,7 @@ on a server of moto's, and deaths come before the n-th request.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -303,16 +304,21 @@ def rows(path: Path) -> list[tuple[int, float]]:
 
 
 def serve() -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server of moto's in a process of its own, and return it with the address of a bucket."""
+    """Start a server of moto's in a process of its own, and return it with the address of a bucket.
+
+    It is none of this process's threads, because ranks are forked.
+    """
+    if lacking := [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]:
+        sys.exit(f"--bucket needs {' and '.join(lacking)}: pip install 'moto[server]' s3fs")
+    from support.buckets import environment_of
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    words = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "DEFAULT_REGION": "us-east-1"}
-    os.environ |= {f"AWS_{key}": value for key, value in words.items()}
-    os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+    os.environ |= environment_of(f"http://127.0.0.1:{port}")
     make_it = "import fsspec; fsspec.filesystem('s3').makedirs('bucket', exist_ok=True)"
     while subprocess.run([sys.executable, "-c", make_it], stderr=subprocess.DEVNULL).returncode:
         time.sleep(1)

@@ -9,6 +9,12 @@ import fsspec
 import pytest
 
 
+def environment_of(address: str) -> dict[str, str]:
+    """Return what a client needs to reach a server at an address."""
+    words = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "DEFAULT_REGION": "us-east-1", "ENDPOINT_URL": address}
+    return {f"AWS_{key}": value for key, value in words.items()}
+
+
 @contextmanager
 def bucket() -> Iterator[dict[str, str]]:
     """Set the environment of a server that has s3://bucket, and yield it; skip where s3fs or moto are absent."""
@@ -17,8 +23,7 @@ def bucket() -> Iterator[dict[str, str]]:
     server = moto.ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
-    words = {"ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y", "DEFAULT_REGION": "us-east-1"}
-    environment = {f"AWS_{key}": value for key, value in words.items()} | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    environment = environment_of(f"http://{host}:{port}")
     with pytest.MonkeyPatch.context() as patched:
         for key, value in environment.items():
             patched.setenv(key, value)

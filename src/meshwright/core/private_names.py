@@ -313,11 +313,11 @@ LIBRARIES: tuple[PrivateName, ...] = (
         ("_experts_implementation", "layouts of transformers' mixtures of experts", "a setter on the built model"),
         seen=TESTED["transformers"],
     ),
-    PrivateName(
-        "transformers.AutoModelForCausalLM._model_mapping",
-        "models of transformers by their names",
-        "a list of what an auto class builds",
-        TESTED["transformers"],
+    *names_in(
+        "transformers",
+        ("AutoModelForCausalLM._model_mapping", "models of transformers by their names", "a list for an auto class"),
+        ("masking_utils.find_packed_sequence_indices", "estimates of memory with images", "an argument for documents"),
+        seen=TESTED["transformers"],
     ),
     *names_in(
         "transformers.Trainer",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from meshwright.core.names import clean, selected
+from meshwright.core.private_names import found
 
 # --- reach private parts of transformers, which no other module touches
 
@@ -25,6 +27,21 @@ def brings_initialiser(module: nn.Module) -> bool:
     return all(callable(getattr(kind, name, None)) for name in ("_init_weights", "_from_config")) and hasattr(
         module, "config"
     )
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Let transformers find one document in each row, as it does where positions have values and nobody gave any.
+
+    Waits for: an argument for documents.
+    """
+    find = found("transformers.masking_utils.find_packed_sequence_indices")
+    module = sys.modules[find.__module__]
+    setattr(module, find.__name__, lambda *positions: None)
+    try:
+        yield
+    finally:
+        setattr(module, find.__name__, find)
 
 
 def build_again(kind: Any, config: Any) -> nn.Module:

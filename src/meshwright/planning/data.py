@@ -424,13 +424,10 @@ def without_skipped(facts: ModelFacts, layout: Layout) -> ModelFacts:
 
     Those of images also on one rank: torch does not accumulate gradients of what no microbatch has gathered yet.
     """
-    alone = shares_of(layout).batch_ranks == 1
-    idle = set() if alone else may_be_idle(facts)
-    skipped = {
-        block
-        for block in facts.blocks
-        if facts.is_of_images(block) or (not alone and all(p.name in idle for p in facts.of_unit(block)))
-    }
+    skipped = {block for block in facts.blocks if facts.is_of_images(block)}
+    if shares_of(layout).batch_ranks > 1:
+        idle = may_be_idle(facts)
+        skipped |= {block for block in facts.blocks if all(p.name in idle for p in facts.of_unit(block))}
     return replace(facts, blocks=tuple(block for block in facts.blocks if block not in skipped)) if skipped else facts
 
 

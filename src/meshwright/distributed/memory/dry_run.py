@@ -7,7 +7,6 @@ The very code of a run lays the model out and runs a step, for one rank of a wor
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -44,6 +43,7 @@ from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.images import ImageSize, length_for, pictured
+from meshwright.introspection.module_kinds import brings_initialiser, whole_rows
 from meshwright.introspection.signature import IMAGES_PER_ROW, REFERENCE, Signature
 from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
@@ -107,21 +107,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
         raise DryRunError(
             "a function that was set on one of its modules computes with the model itself, but the dry run uses a copy"
         )
-
-
-@contextmanager
-def whole_rows() -> Iterator[None]:
-    """Let transformers find one document in each row, as it does where positions have values and nobody gave any."""
-    module, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    before = getattr(module, name, None)
-    if before is None:
-        yield
-        return
-    setattr(module, name, lambda *positions: None)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 class DryRunError(Exception):
@@ -280,7 +265,7 @@ def estimate_memory(
                     shown = DryRun(facts, plan, batch, keys, build, shows=True)
                     without, ranks = least or [rank.total for rank in ranks], shown.ranks()
                     least = tuple(min(pair[0], pair[1].total) for pair in zip(without, ranks, strict=True))
-                    notes += ["rows have no image at least, and at most one: further ones come on top"]
+                    notes += ["the range is from rows without images to one image a row; further images add to it"]
                 except Exception as error:  # noqa: BLE001  (as below)
                     notes += [f"rows are taken to have no images: {(str(error).splitlines() or [''])[0]}"]
             return MemoryEstimate(ranks, least=least, notes=tuple(notes))
@@ -335,9 +320,9 @@ class DryRun:
         if shows and facts.images is not None and facts.module is not None:
             sizes = [ImageSize(facts.images.size, facts.images.each)]
             if not facts.images.each:
-                raise DryRunError("their size is not known")
-            if length_for((1,), sizes) > batch.seq_len:
-                raise DryRunError(f"one of {facts.images.each} tokens has no place in a row of {batch.seq_len}")
+                raise DryRunError("the size of one is not known")
+            if (needed := length_for((1,), sizes)) > batch.seq_len:
+                raise DryRunError(f"a row with one has at least {needed} tokens, and data.seq_len is {batch.seq_len}")
             tokens, generator = torch.zeros((self.rows, batch.seq_len), dtype=torch.int64), torch.Generator()
             self.shown = pictured(tokens, (1,) * self.rows, facts.images, sizes, generator, torch.float32)
             self.keys = "tokens", "labels"
@@ -365,7 +350,7 @@ class DryRun:
                 in_host = (MemoryUse.OPTIMIZER,)
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
             with _as_on(asked.device, account), account:
-                with whole_rows() if self.shown else nullcontext():
+                with whole_rows() if self.shown and brings_initialiser(model.parts[0]) else nullcontext():
                     model.run_opened(model.refer(step))
                 account.look()  # all gradients are there, and are told from activations
                 every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -378,9 +363,9 @@ class DryRun:
         most, peak = dict(account.most), dict(account.peak)
         # the step makes no state of what got no gradient
         absent = sum(plain.nbytes for state in idle for tensor in state for plain in memory_of(tensor))
-        for found in (most, peak) if idle else ():
-            rests = MemoryUse.HOST if MemoryUse.OPTIMIZER in in_host else MemoryUse.OPTIMIZER
-            found[rests] = max(0, found.get(rests, 0) - absent)
+        rests = MemoryUse.HOST if MemoryUse.OPTIMIZER in in_host else MemoryUse.OPTIMIZER
+        for held in (most, peak) if idle else ():
+            held[rests] = max(0, held.get(rests, 0) - absent)
         # the optimizer state that comes from host memory for the step counts, if the peak is then
         kinds, moving = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS), plan_memory(asked).moving
         stepping = {kind: most[kind] for kind in kinds if kind in most} | {MemoryUse.OPTIMIZER: moving}
