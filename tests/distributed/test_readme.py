@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -86,3 +88,15 @@ def test_the_changed_loop_gives_the_losses_of_the_plain_one(spmd, world):
     expected = spmd(1, job, plain, weights)[0]
     for losses in spmd(world, job, changed, None):
         assert losses == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.all
+def test_the_readme_shows_what_its_commands_print(tmp_path: Path):
+    shown = re.findall(r"\$ meshwright (train .*)\n(step .*) · lr", README.read_text())
+    assert len(shown) == 2
+    for command, line in shown:
+        words = [sys.executable, "-m", "meshwright", *command.split()]
+        done = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=300)
+        said = next(text for text in done.stdout.splitlines() if text.startswith("step 40/40"))
+        numbers = [[float(n) for n in re.findall(r"loss ([\d.]+)", text)] for text in (line, said)]
+        assert numbers[1] == pytest.approx(numbers[0], rel=2e-3), said
