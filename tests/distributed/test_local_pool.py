@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,8 +118,10 @@ def test_a_worker_that_died_between_jobs_is_replaced(two):
 @pytest.mark.all
 def test_a_rank_that_hangs_ends_at_the_limit(two):
     two.run(meet)
-    with within(8), pytest.raises(WorkerTimeout, match=r"did not end within 1.0 s on ranks \[0, 1\]"):
+    with within(8), pytest.raises(WorkerTimeout, match=r"did not end within 1.0 s on ranks \[0, 1\]") as caught:
         two.run(meet_then, 1, "hang", timeout=1.0)
+    alone, hanging = str(caught.value).split("rank 1:")
+    assert re.search(r"test_local_pool.py\", line \d+ in act", hanging) and "rank 0:" in alone
     with pytest.raises(WorkerTimeout, match=r"on ranks \[1\]"):
         two.run(staged, (0.0, "return"), (0.0, "hang"), timeout=3.0)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import threading
-import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshwright.checkpoint import background, snapshot, writer
 from meshwright.checkpoint.background import Saver
@@ -20,8 +20,7 @@ from meshwright.checkpoint.state import StateTensor
 from meshwright.checkpoint.writer import SharedPiece, Writer
 from meshwright.core import readers
 
-LATE_SEC = 0.3
-"""Longer than a step of the small model takes."""
+PATIENCE_SEC = 60
 
 
 @contextmanager
@@ -29,6 +28,26 @@ def _unguarded():
     """Nobody waits for the copies, and nobody notices that the state was changed under them."""
     with patch.object(readers, "finish_all", lambda: None), patch.object(snapshot, "_version", lambda plain: 0):
         yield
+
+
+@contextmanager
+def _unguarded_and_late():
+    """Yield a function that returns once the optimizer has stepped after the newest snapshot was taken."""
+    stepped, begin = threading.Event(), Snapshot.__init__
+
+    def made(self, *args):
+        stepped.clear()
+        begin(self, *args)
+
+    def wait_for_the_step():
+        assert stepped.wait(PATIENCE_SEC), "no step followed the save"
+
+    hook = register_optimizer_step_post_hook(lambda *_: stepped.set())
+    try:
+        with _unguarded(), patch.object(Snapshot, "__init__", made):
+            yield wait_for_the_step
+    finally:
+        hook.remove()
 
 
 @contextmanager
@@ -50,10 +69,10 @@ def snapshot_one_step_late():
     copy = Snapshot.copy
 
     def late(self, number):
-        time.sleep(LATE_SEC)
+        wait_for_the_step()
         copy(self, number)
 
-    with _unguarded(), patch.object(Snapshot, "copy", late):
+    with _unguarded_and_late() as wait_for_the_step, patch.object(Snapshot, "copy", late):
         yield
 
 
@@ -65,24 +84,31 @@ def two_steps_mixed():
     def slow(self):
         seen.append(0)
         if len(seen) % 9 == 5:
-            time.sleep(LATE_SEC)
+            wait_for_the_step()
         return copy(self)
 
-    with _unguarded(), patch.object(Snapshot, "_copy_one", slow):
+    with _unguarded_and_late() as wait_for_the_step, patch.object(Snapshot, "_copy_one", slow):
+        yield
+
+
+@contextmanager
+def _late(is_late):
+    """The pieces whose key ``is_late`` are copied when the next step is over."""
+    copy = Snapshot._copy
+
+    def slow(self, task):
+        if is_late(task.boxes[0].key):
+            wait_for_the_step()
+        copy(self, task)
+
+    with _unguarded_and_late() as wait_for_the_step, patch.object(Snapshot, "_copy", slow):
         yield
 
 
 @contextmanager
 def weights_of_this_step_and_moments_of_the_next():
     """Weights are copied in time, the optimizer's state is not."""
-    copy = Snapshot._copy
-
-    def slow(self, task):
-        if task.boxes[0].key.startswith("optimizer."):
-            time.sleep(LATE_SEC / 8)
-        copy(self, task)
-
-    with _unguarded(), patch.object(Snapshot, "_copy", slow):
+    with _late(lambda key: key.startswith("optimizer.")):
         yield
 
 
@@ -145,20 +171,14 @@ def buffer_reused_while_the_writer_reads():
 @contextmanager
 def buffers_copied_like_weights():
     """What a forward changes is copied in the background, as weights are."""
-    with (
-        _unguarded(),
-        _changed_state(lambda state: {key: StateTensor(s.like, s.dtype, s.memory, s.made) for key, s in state.items()}),
-        patch.object(Snapshot, "copy", _after(LATE_SEC, Snapshot.copy)),
-    ):
+    changing = set()
+
+    def change(state):
+        changing.update(key for key, stored in state.items() if stored.at_once)
+        return {key: StateTensor(s.like, s.dtype, s.memory, s.made) for key, s in state.items()}
+
+    with _changed_state(change), _late(changing.__contains__):
         yield
-
-
-def _after(seconds, function):
-    def late(*args):
-        time.sleep(seconds)
-        return function(*args)
-
-    return late
 
 
 @contextmanager
@@ -378,14 +398,18 @@ def scaffolding_as_state():
 
 @contextmanager
 def writer_beside_the_copy():
-    """The writer begins when the copying begins, and reads what the save before left."""
-    copy, threads = Snapshot.copy, []
+    """The writer is told before the copying begins, and reads what the save before left."""
+    ask, copy, told = Saver._ask, Snapshot.copy, []
 
-    def early(self, number):
-        late = threading.Thread(target=_after(LATE_SEC, copy), args=(self, number))
-        late.start()
-        threads.append(late)
+    def written_first(self, handle, request):
+        answer = ask(self, handle, request)
+        if request["do"] == "write":
+            copy(*told.pop())
+        return answer
 
-    with _unguarded(), patch.object(Snapshot, "copy", early), ExitStack() as held:
-        held.callback(lambda: [thread.join() for thread in threads])
+    with (
+        _unguarded(),
+        patch.object(Snapshot, "copy", lambda self, number: told.append((self, number))),
+        patch.object(Saver, "_ask", written_first),
+    ):
         yield

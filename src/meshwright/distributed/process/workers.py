@@ -8,6 +8,7 @@ runs; the ranks meet in a file store of the job's own, so that no port can clash
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import itertools
 import math
@@ -110,7 +111,7 @@ class WorkerPool:
         for rank in range(self.size):
             here, there = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(there, rank, self.threads), daemon=True, name=f"meshwright-rank{rank}"
+                target=_serve, args=(there, rank, self.threads, self.folder), daemon=True, name=f"meshwright-rank{rank}"
             )
             with _not_from_the_current_folder():
                 process.start()
@@ -183,7 +184,13 @@ class WorkerPool:
             raise min(problems.values(), key=lambda problem: (_distance(problem), problem.rank))
         if len(results) < world:
             missing = sorted(set(range(world)) - set(results))
-            raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped")
+            for rank in missing:
+                os.kill(self._processes[rank].pid, signal.SIGQUIT)
+            time.sleep(0.5)
+            told = "".join(f"\nrank {rank}:\n{(self.folder / f'stacks{rank}').read_text()}" for rank in missing)
+            raise WorkerTimeout(
+                f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped. Stacks:{told}"
+            )
         return [results[rank] for rank in range(world)]
 
     def signal_all(self, number: int) -> None:
@@ -226,10 +233,11 @@ def _distance(problem: WorkerDied | WorkerFailed) -> int:
     return 3 if problem.is_echo else 1
 
 
-def _serve(pipe: Connection, rank: int, threads: int) -> None:
-    """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone."""
+def _serve(pipe: Connection, rank: int, threads: int, folder: Path) -> None:
+    """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone. SIGQUIT writes its stacks."""
     import torch
 
+    faulthandler.register(signal.SIGQUIT, (folder / f"stacks{rank}").open("w"))
     torch.set_num_threads(threads)
     os.environ.setdefault(GLOO, LOOPBACK)
     if (parent := mp.parent_process()) is not None:
