@@ -113,18 +113,19 @@ def parallelize(
         _check_early(plan, loss_fn, microbatch_rows)
     else:
         config = mesh if isinstance(mesh, DistributedConfig) else DistributedConfig(**vars(mesh or Layout()))
-        if plan is None:
-            world, device = get_world_info()[2], choose_backend(config.backend)[1]
-            plan = make_plan(facts, config, cluster=Cluster(world, ranks_per_node(), device), techniques=requested)
-        elif mesh is not None:
+        cluster = Cluster(get_world_info()[2], ranks_per_node(), choose_backend(config.backend)[1])
+        if plan is not None and mesh is not None:
             _refuse_other_mesh(plan, config.resolve(plan.world).sizes)
-        _check_early(plan, loss_fn, microbatch_rows)
-        layout = replace(config, **plan.sizes)
+        known = plan or config.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
+        layout, mesh = replace(config, **known.sizes), None
         if layout.world > 1:
-            mesh = build_mesh(layout, plan.device) if dist.is_initialized() else init_distributed(layout, seed)
-        else:
-            alone = plan.data.technique == "fully_shard"
-            mesh = single_process_mesh(plan.device, config.backend) if alone else None
+            device = plan.device if plan is not None else cluster.device
+            mesh = build_mesh(layout, device) if dist.is_initialized() else init_distributed(layout, seed)
+        if plan is None:
+            plan = agree.decided_once(lambda: make_plan(facts, config, cluster=cluster, techniques=requested))
+        agree.together(lambda: _check_early(plan, loss_fn, microbatch_rows))
+        if mesh is None and plan.data.technique == "fully_shard":
+            mesh = single_process_mesh(plan.device, config.backend)
     adds_up = first_batch.check(loss_fn, facts.vocab_size, torch.device(plan.device), plan)
 
     def prove() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Build all parts of a run from a config; validate it before any process group exists."""
+"""Build all parts of a run from a config, which is validated before any weights exist."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.optimizer.parameter_groups import make_parameter_groups, refuse_unused, trained_names
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import get_world_info, ranks_per_node
 from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.introspection.cluster import Cluster
@@ -108,8 +109,7 @@ def build_run(
         longest_rows: each step has rows as long as the longest of the data, to see what these need.
 
     Raises:
-        ConfigError, UnsupportedError: the config is refused, before any process group exists if the config alone
-            decides.
+        ConfigError, UnsupportedError: the config is refused, on every rank.
     """
     config = fine_tuning.before_data(config)
     refuse_early(config)
@@ -122,29 +122,33 @@ def build_run(
     module = as_module(source, config.seed)
     facts = model_facts(module)
     cluster = Cluster(world, ranks_per_node(), device)
-    plan = plan_run(config, facts, cluster, batch)
-    trained = trained_names(facts, plan)
-    refuse_absent(plan)
-    low_bit.refuse_absent(plan.optimizer)
     refuse_large_copies(config.checkpoint.host_memory, ranks_per_node() or 1)
     refuse_copies_on_hosts(config.checkpoint)
     trace = open_trace(config)
     chooses_batch = fine_tuning.batch_follows(config) and trace is None and not longest_rows
 
-    def check_memory() -> None:
-        if config.process.check_memory:
-            refuse_too_large(
-                config, facts, plan, batch, cluster, lambda one, made, rows: estimated_memory(one, facts, made, rows)
-            )
-
-    if not chooses_batch:
-        check_memory()
-    if isinstance(weights, Pretrained):
-        weights.check(module)
     limit = config.process.startup_timeout_sec
     with timeline.phase("process group"), stop.released():
         setup = {"backend": config.process.backend, "startup_timeout_sec": limit, "nccl_timeout_sec": limit}
         mesh = init_distributed(DistributedConfig(**vars(config.layout), **setup), config.seed)
+
+    def checked_plan(checks_memory: bool) -> Plan:
+        made = plan_run(config, facts, cluster, batch)
+        if checks_memory and config.process.check_memory:
+            refuse_too_large(
+                config, facts, made, batch, cluster, lambda one, plan, rows: estimated_memory(one, facts, plan, rows)
+            )
+        return made
+
+    def refuse_here() -> None:
+        refuse_absent(plan)
+        low_bit.refuse_absent(plan.optimizer)
+        if isinstance(weights, Pretrained):
+            weights.check(module)
+
+    with timeline.phase("plan"):
+        plan = agree.decided_once(lambda: checked_plan(not chooses_batch))
+        agree.together(refuse_here)
     with timeline.phase("data"):
         ends = None if trace else RowEnds.of(plan, config.batch.microbatch, is_fixed=longest_rows)
         accepts = (lambda one: is_carried(one, facts, cluster, batch_of(one, tokenizer))) if chooses_batch else None
@@ -152,14 +156,13 @@ def build_run(
     config = feed.config
     if chooses_batch:
         batch = batch_of(config, tokenizer)
-        plan = plan_run(config, facts, cluster, batch)
-        check_memory()
+        plan = agree.decided_once(lambda: checked_plan(True))
     build_schedule(config)
     with timeline.phase("model"):
         options: dict[str, Any] = {"draw_on": trace.drawn_on if trace else None, "loss_fn": loss_of(config, feed)}
         options |= {"weights": weights, "microbatch_rows": config.batch.microbatch}
         model = parallelize(module, mesh, plan=plan, seed=config.seed, audit=False, **options)
-        optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer, trained)
+        optimizer = build_optimizer(config, model.named_parameters(), plan.optimizer, trained_names(facts, plan))
         if config.process.audit:
             model.audit(optimizer.optimizer)
     identity = run_identity(config, source, tokenizer, feed)

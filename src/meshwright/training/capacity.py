@@ -369,7 +369,7 @@ def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 def refuse_too_large(
     config: Config, facts: ModelFacts, plan: Plan, batch: Batch, cluster: Cluster, estimate: Estimate
 ) -> None:
-    """Refuse a run that surely does not fit the memory that this rank starts with, before any process group exists.
+    """Refuse a run that surely does not fit the memory that this rank starts with.
 
     Args:
         estimate: makes a dry run of a config's step under a plan.

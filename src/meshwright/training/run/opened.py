@@ -25,12 +25,8 @@ from meshwright.data.tokenizers import TEMPLATE, Unfolding, encode_prompt
 from meshwright.data.turns import ChatTemplate, Message, ends_of_turn, load_template
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
-from meshwright.distributed.process.world import get_world_info, ranks_per_node
-from meshwright.distributed.setup import DistributedConfig, choose_backend, init_distributed
 from meshwright.distributed.weights.constructed import Weights
-from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.source import CONFIG, as_module, with_adapters
-from meshwright.planning.build import plan as make_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Precision, Techniques
 from meshwright.training.config import Config
@@ -161,24 +157,20 @@ class Opened:
             ConfigError, UnsupportedError: the layout does not fit the model.
             IntegrityError: the checkpoint is damaged.
         """
-        layout = layout or Layout(dp_shard=1)
-        setup = layout if isinstance(layout, DistributedConfig) else DistributedConfig(**vars(layout))
-        world, device = get_world_info()[2], choose_backend(setup.backend)[1]
         asked, module = self.config.techniques, as_module(self.source)
         techniques = Techniques(
             precision=Precision(self.dtype, self.dtype, self.dtype),
             freeze=asked.freeze,
             quantize_frozen=asked.quantize_frozen,
         )
-        cluster = Cluster(world, ranks_per_node() if world > 1 else 0, device)
-        plan = make_plan(module, setup, cluster=cluster, techniques=techniques)
-        mesh = init_distributed(setup, self.config.seed) if world > 1 else None
         if self.checkpoint is None:
             weights: Weights | None = pretrained(self.config.model.hf, self.config.model.adapter)
         else:
             weights = weights_beside_adapters(self.path, self.config, self.base)
             weights = checkpoint.to_be_loaded if weights is None and self.config.model.hf else weights
-        model = parallelize(module, mesh, plan=plan, weights=weights)
+        model = parallelize(
+            module, layout or Layout(dp_shard=1), techniques=techniques, seed=self.config.seed, weights=weights
+        )
         if self.is_newest:
             found = load_newest(RunFolder(self.path).checkpoints, lambda at: checkpoint.load(model, at))
             self.checkpoint = found and found[0]
