@@ -417,7 +417,8 @@ class Talk:
         if self.rank:
             self.store.set(f"rank{self.rank}", json.dumps(mine))
             outcome = json.loads(self.read("outcome"))
-            self.store.add("read", 1)
+            if self.store.add("read", 1) == self.world - 1:
+                self.store.set("all read", "")
             return outcome
         theirs = [mine, *(json.loads(self.read(f"rank{rank}")) for rank in range(1, self.world))]
         problem = next((said["problem"] for said in theirs if "problem" in said), "")
@@ -428,11 +429,13 @@ class Talk:
         return outcome
 
     def linger(self) -> None:
-        """Keep the store, which may lie in the first rank's process, until all ranks have read the outcome."""
+        """Keep the store, which may lie in the first rank's process, until all ranks have read the outcome.
+
+        The run may be over by now, and the store's file removed: ``add`` would make another, and torch 2.13 read in it
+        for ever with its lock held.
+        """
         end = time.monotonic() + LINGER_SEC
-        while not self.rank and time.monotonic() < end:
-            if self.store.add("read", 0) == self.world - 1:
-                break
+        while not self.rank and self.world > 1 and time.monotonic() < end and not self.store.check(["all read"]):
             time.sleep(LOOK_SEC)
 
     def read(self, key: str) -> bytes:
