@@ -435,8 +435,9 @@ class Talk:
         for ever with its lock held.
         """
         end = time.monotonic() + LINGER_SEC
-        while not self.rank and self.world > 1 and time.monotonic() < end and not self.store.check(["all read"]):
-            time.sleep(LOOK_SEC)
+        with suppress(RuntimeError):  # of a store that is gone; the outcome is known
+            while not self.rank and self.world > 1 and time.monotonic() < end and not self.store.check(["all read"]):
+                time.sleep(LOOK_SEC)
 
     def read(self, key: str) -> bytes:
         """Return a value once some rank has set it."""
