@@ -141,8 +141,7 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
     forget_meshes()
-    # wrapped modules are cycles, and hold the groups: gloo's threads look for messages every few milliseconds until
-    # they go
+    # wrapped modules are cycles and hold the groups, whose gloo threads look for messages until they go
     gc.collect()
 
 
