@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import random
@@ -10,12 +11,15 @@ import socket
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from support.families import config_of
 from support.ranks import ranks
+from support.states import DENSE
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import ConfigError, Layout
@@ -41,7 +45,9 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import STORE
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
 from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.build import plan as make_plan
 
+parallelize_module = importlib.import_module("meshwright.distributed.parallelize")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -438,3 +444,40 @@ def test_the_end_gives_up_waiting_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(floor.dist, "destroy_process_group", lambda: 1 / 0)
     destroy_distributed()
     assert "closing the process group: division by zero" in caplog.text
+
+
+# --- one rank plans for all
+
+
+def planned_job(ranks_of: int) -> tuple[int, str, bool]:
+    """The number of plans that this rank made, what was refused, and whether its streams are those of the others."""
+    made, refusal = [], ""
+
+    def drawing(*args, **options):
+        made.append(torch.rand(3).sum().item() + random.random() + numpy.random.rand())
+        return make_plan(*args, **options)
+
+    with patch.object(parallelize_module, "make_plan", drawing):
+        try:
+            parallelize(DENSE, Layout(tp=ranks_of, dp_shard=1))
+        except ConfigError as error:
+            refusal = str(error)
+    streams = agree.everybody_says((torch.rand(3).tolist(), random.random(), numpy.random.rand()))
+    return len(made), refusal, all(stream == streams[0] for stream in streams)
+
+
+@pytest.mark.parametrize("group_exists", [False, True])
+def test_one_rank_plans_for_all_and_keeps_its_streams(spmd, group_exists):
+    runs = spmd(2, with_group if group_exists else planned_job, 2)
+    assert runs == [(1, "", True), (0, "", True)]
+
+
+def with_group(ranks_of: int) -> tuple[int, str, bool]:
+    init_distributed(Layout(tp=ranks_of, dp_shard=1))
+    return planned_job(ranks_of)
+
+
+def test_what_the_planning_rank_refuses_is_refused_on_all(spmd):
+    (made, refusal, alike), *others = spmd(3, planned_job, 3)
+    assert made == 1 and alike and "4 heads" in refusal
+    assert others == [(0, refusal, True)] * 2

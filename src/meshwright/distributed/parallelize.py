@@ -117,9 +117,8 @@ def parallelize(
         if plan is not None and mesh is not None:
             _refuse_other_mesh(plan, config.resolve(plan.world).sizes)
         known = plan or config.resolve(cluster.world, ranks_per_node=cluster.ranks_per_node or None)
-        layout, mesh = replace(config, **known.sizes), None
+        layout, device, mesh = replace(config, **known.sizes), (plan or cluster).device, None
         if layout.world > 1:
-            device = plan.device if plan is not None else cluster.device
             mesh = build_mesh(layout, device) if dist.is_initialized() else init_distributed(layout, seed)
         if plan is None:
             plan = agree.decided_once(lambda: make_plan(facts, config, cluster=cluster, techniques=requested))
@@ -150,9 +149,8 @@ def parallelize(
 def _check_early(plan: Plan, loss_fn: object, microbatch_rows: int) -> None:
     refuse_absent(plan)
     preference.refuse(loss_fn, plan, microbatch_rows)
-    for note in plan.notes if get_world_info()[0] == 0 else ():
-        if LEFT_TO_EVERY_RANK in note:
-            log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)
+    for note in (note for note in plan.notes if LEFT_TO_EVERY_RANK in note and get_world_info()[0] == 0):
+        log.warning("layout.tp = %d: %s", plan.size(Axis.TP), note)
 
 
 def _once(mesh: DeviceMesh | None, decide: Callable[[], Result]) -> Result:

@@ -19,6 +19,7 @@ from meshwright.core.devices import current_device, is_accelerator, local_device
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.torch_private import by_values
 from meshwright.distributed.torch_private import set_group_timeout
+from meshwright.introspection.constructor import seeded
 
 from .absent_peers import peers_are_absent
 
@@ -157,8 +158,8 @@ def _raise_first(problems: Iterable[Exception | None]) -> None:
 def decided_once(decide: Callable[[], Result]) -> Result:
     """Return rank 0's result of ``decide`` (a value that can be pickled) on every rank, or raise its error on all.
 
-    ``decide`` runs as if there were no process group: a model that sends messages in its forward would wait for ranks
-    that do not run it.
+    ``decide`` runs as if there were no process group, whose messages would wait for ranks that do not run it, and with
+    random streams of its own: this rank's are to stay as the others'.
     """
     if alone():
         return decide()
@@ -166,7 +167,8 @@ def decided_once(decide: Callable[[], Result]) -> Result:
     def decide_alone() -> Result:
         world, dist.group.WORLD = dist.group.WORLD, None
         try:
-            return decide()
+            with seeded(0):
+                return decide()
         finally:
             dist.group.WORLD = world
 

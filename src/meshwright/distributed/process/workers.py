@@ -189,7 +189,7 @@ class WorkerPool:
             time.sleep(0.5)
             told = "".join(f"\nrank {rank}:\n{(self.folder / f'stacks{rank}').read_text()}" for rank in missing)
             raise WorkerTimeout(
-                f"the job did not end within {timeout} s on ranks {missing}; all workers were stopped. Stacks:{told}"
+                f"the job did not end within {timeout} s on ranks {missing}; all were stopped in:{told}"
             )
         return [results[rank] for rank in range(world)]
 
