@@ -111,7 +111,8 @@ def test_a_death_names_rank_and_manner(two, what, words):
 def test_a_worker_that_died_between_jobs_is_replaced(two):
     two.run(meet)
     two.signal_all(signal.SIGKILL)
-    time.sleep(0.1)
+    for process in two._processes:
+        process.join(30)
     assert two.run(meet, timeout=30) == [3, 3]
 
 
