@@ -383,10 +383,6 @@ class Execution:
     def gathered_element(self) -> float:
         return self.gather_bytes or self.compute_bytes
 
-    @property
-    def copies_of_logits(self) -> float:
-        return self.logits_copies + (self.chunk_copies if self.loss_chunks > 1 else 0.0)
-
 
 @lru_cache(maxsize=10_000)
 def _data_ranks(layout: Layout) -> int:
@@ -510,18 +506,6 @@ class Job:
     def tensor_group(self) -> Group:
         return Group(self.layout.tp, 1)
 
-    @property
-    def context_group(self) -> Group:
-        return Group(self.layout.cp, self.layout.tp)
-
-    @property
-    def expert_group(self) -> Group:
-        return Group(self.layout.ep, 1)
-
-    @property
-    def stage_stride(self) -> int:
-        return self.layout.tp * self.layout.cp * self.data_ranks
-
     @cached_property
     def owners(self) -> int:
         """Ranks that share a dense parameter's optimizer state."""
@@ -555,12 +539,17 @@ class Job:
         run, layout = self.execution, self.layout
         if run.zero < 3 or self.data_ranks * layout.cp == 1 or (block.experts is not None and layout.ep > 1):
             return 1
-        size = int(block.elements / layout.tp * run.gathered_element)
+        size, every = int(block.elements / layout.tp * run.gathered_element), len(self.architecture.blocks)
+        if not run.blocks_per_unit and blocks_by_bytes(size, every, every) == 1:
+            return 1  # however long stages are
         blocks = max(end - start for start, end in self.stage_bounds)
-        return min(run.blocks_per_unit, blocks) or blocks_by_bytes(size, blocks, len(self.architecture.blocks))
+        return min(run.blocks_per_unit, blocks) or blocks_by_bytes(size, blocks, every)
 
     def with_layout(self, layout: Layout) -> Job:
         return Job(self.architecture, layout, self.seq_len, self.rows, self.microbatch, self.execution, self.machines)
 
     def with_execution(self, **changes: object) -> Job:
-        return replace(self, execution=replace(self.execution, **changes))  # type: ignore[arg-type]
+        return replace(self, execution=_changed(self.execution, **changes))
+
+
+_changed = lru_cache(maxsize=10_000, typed=True)(replace)

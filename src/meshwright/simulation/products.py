@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.simulation.cards import Group
 from meshwright.simulation.job import BlockShape, Job, Product
 
 # --- price the products of linear layers on one rank, and the casts of their operands to 8 or 4 bits
@@ -161,7 +162,7 @@ def dispatch_seconds(block: BlockShape, job: Job) -> float:
     assert block.experts is not None
     machines, ranks, top_k = job.machines, job.layout.ep, block.experts.top_k
     tokens = job.expert_copies(block) / top_k * block.hidden * job.execution.compute_bytes
-    inside = job.expert_group.in_node(machines)
+    inside = Group(ranks, 1).in_node(machines)
     nodes = -(-ranks // inside)
     if job.execution.mixture.dispatch == "copies":
         called = SCATTERED if inside > MANY_PEERS else 1.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError
 from meshwright.planning.memory import beside_buckets
-from meshwright.simulation.job import BlockShape, BlocksPart, Job
+from meshwright.simulation.job import BlockShape, Job
 from meshwright.simulation.pipeline import Held, held_on, pipeline_seconds
 from meshwright.simulation.products import CAST
 from meshwright.simulation.step_time import (
@@ -122,16 +122,32 @@ class SavedBytes:
             kept = self.kinds
         self.kept = model.sums(kept)
         self.deferred = model.sums([_deferred(block, job) for block in blocks])
-        self._most: dict[tuple, tuple[float, float, float]] = {}
+        self._known: dict[tuple, tuple[float, ...]] = {}
 
-    def most(self, job: Job, rank: int) -> tuple[float, float, float]:
+    def elements(self, job: Job, rank: int) -> tuple[float, ...]:
+        """Return a rank's elements outside the routed experts and inside, those of all its blocks, of the most that is
+        gathered together, and of embedding or head, as they stay gathered."""
+        layout, run = job.layout, job.execution
+        if (key := (rank, layout.pp, run.stages_per_rank, run.schedule)) not in self._known:
+            model, homes, part = job.architecture, job.rank_of, job.architecture.part(job.bounds_on(rank))
+            ends = model.embedding_elements if homes[0] == rank else 0
+            if homes[-1] == rank and not (model.tied and homes[0] == rank):
+                ends += model.head_elements
+            dense, experts = part.dense / layout.tp, part.experts / layout.ep
+            largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
+            largest *= max((job.joined(b) for b, n in zip(model.kinds[0], part.counts, strict=True) if n), default=1)
+            outside = ends if run.gathers_ends else model.head_elements
+            self._known[key] = (part.dense + ends) / layout.tp, experts, dense + experts, largest, outside
+        return self._known[key]
+
+    def most(self, job: Job, rank: int) -> tuple[float, ...]:
         """Return what a rank holds at most of activations and logits together, and of the block that computes."""
         run = job.execution
         key = rank, job.layout.pp, job.microbatches, run.stages_per_rank, run.schedule, run.loss_chunks
-        if key not in self._most:
+        if key not in self._known:
             saves = HeldBytes.of(job, rank, self)
-            self._most[key] = *max((saves.at(moment) for moment in held_on(job, rank)), key=sum), saves.working
-        return self._most[key]
+            self._known[key] = *max((saves.at(moment) for moment in held_on(job, rank)), key=sum), saves.working
+        return self._known[key]
 
 
 def least_memory(job: Job) -> float:
@@ -146,13 +162,9 @@ def least_memory(job: Job) -> float:
 
 def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     """Forecast the bytes of one pipeline rank at its peak."""
-    run, layout, model, homes = job.execution, job.layout, job.architecture, job.rank_of
-    part = model.part(job.bounds_on(rank))
-    ends = model.embedding_elements if homes[0] == rank else 0
-    if homes[-1] == rank and not (model.tied and homes[0] == rank):
-        ends += model.head_elements
-    dense = (part.dense + ends) / layout.tp
-    experts = part.experts / layout.ep
+    run, layout, model = job.execution, job.layout, job.architecture
+    dense, experts, *whole = saved.elements(job, rank)
+    activations, logits, working = saved.most(job, rank)
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_owners
     trained, weight = run.trained, run.weight_bytes or run.compute_bytes
@@ -168,12 +180,11 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         if run.buckets:
             delays, largest = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
             gradients += beside_buckets(gradients, min(gradients, largest / layout.tp), delays=delays)
-    activations, logits, working = saved.most(job, rank)
     if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
         at_end = gradients, working, 0.0
         gradients, activations, logits = max((0.0, activations, logits), at_end, key=sum)
-    gathered = _gathered(job, part, ends if run.gathers_ends else model.head_elements)
+    gathered = _gathered(job, *whole)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
     fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
     held = parameters, gradients, state, activations, logits, gathered
@@ -211,7 +222,7 @@ class HeldBytes:
             tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             working,
-            run.copies_of_logits * logits,
+            (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
             logits if run.loss_chunks == 1 else 0.0,
         )
 
@@ -224,18 +235,15 @@ class HeldBytes:
         return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0
 
 
-def _gathered(job: Job, part: BlocksPart, outside: float) -> float:
-    """Return the bytes of whole parameters and gradients beside those at rest; ``outside`` elements stay gathered."""
-    run, layout = job.execution, job.layout
+def _gathered(job: Job, blocks: float, largest: float, outside: float) -> float:
+    """Return the bytes of whole parameters and gradients beside those at rest, by a rank's elements."""
+    run = job.execution
     if run.zero < 3:
         return 0.0
-    kept = outside / layout.tp * run.compute_bytes
-    largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
-    largest *= max((job.joined(b) for b, n in zip(job.architecture.kinds[0], part.counts, strict=True) if n), default=1)
+    kept = outside / job.layout.tp * run.compute_bytes
     gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
     if not run.gathers_each:  # everything stays gathered from its first forward on
-        kept += (part.dense / layout.tp + part.experts / layout.ep) * run.gathered_element
-        return kept + gradients * run.reduces_each
+        return kept + blocks * run.gathered_element + gradients * run.reduces_each
     return kept + 2 * largest * run.gathered_element + gradients  # the block that computes, and the one behind it
 
 

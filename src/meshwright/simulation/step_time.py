@@ -203,7 +203,7 @@ def _messages(block: BlockShape, job: Job) -> dict[Cost, float]:
     if layout.cp > 1 and block.attention:
         core = block.attention
         keys = job.tokens * layout.cp * core.kv_heads * (core.key_dim + core.value_dim) / layout.tp
-        seconds = machines.gather_s(keys * run.compute_bytes, job.context_group)
+        seconds = machines.gather_s(keys * run.compute_bytes, Group(layout.cp, layout.tp))
         forward, _ = _attention(block, job)
         found[Cost.CONTEXT] = max(0.0, seconds - 0.8 * forward)
     if layout.ep > 1 and block.experts:
@@ -361,7 +361,7 @@ def stage_seconds(job: Job, kinds: Kinds) -> StageSeconds:
     run = job.execution
     # the next stage waits for activations, or the one before for their gradients
     moved = job.tokens * job.architecture.hidden * run.compute_bytes / (job.layout.tp if run.sequence_parallel else 1)
-    message = run.exposed_sends * job.machines.send_s(moved, job.stage_stride)
+    message = run.exposed_sends * job.machines.send_s(moved, job.layout.tp * job.layout.cp * job.data_ranks)
     return StageSeconds(tuple(forward), tuple(backward), weight, message)
 
 

@@ -168,7 +168,7 @@ class _BlockWork:
     def __init__(self, count: _Counts, kind: BlocksPlan, block: str, width: int):
         self.count, self.kind, self.block, self.width = count, kind, block, width
         self.cut, self.regather = count.plan.sequence_parallel, count.plan.regather
-        names = [name for name in count.shapes if is_within(name, block)]
+        names = [name for name in count.shapes if name.startswith(f"{block}.")]
         self.trains = any(count.is_trained(name) for name in names)
         self._with = {path: r.region.linears_of(path) for r in kind.regions for path in r.region.linears}
         linears = {path for paths in self._with.values() for path in paths}
