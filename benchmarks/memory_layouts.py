@@ -246,6 +246,7 @@ def compare(drawn: Drawn) -> Compared:
     rank = get_pp_rank(laid.mesh)
     m = plan_memory(planned, microbatches=drawn.microbatches, pipeline_rank=rank if planned.pipeline else None)
     here, there = RankMemory(*least_of(watches)), printed.of(rank).total
+    m = m.without(printed.of(rank).idle)
     formula = m.parameters + m.gradients + m.optimizer
     return Compared(rank, here, estimate.of(rank), there, (states, formula), forwards, estimate.why_not)
 

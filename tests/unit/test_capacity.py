@@ -180,12 +180,14 @@ def test_ranks_of_one_host_share_its_memory_and_stages_count_apart():
 
 
 def test_states_that_some_weights_never_have_refuse_nothing():
-    """Of a tower's last layer LLaVA uses nothing, so its gradients and moments are never made."""
+    """Of a tower's last layer LLaVA uses nothing, and a condition may leave others out: no gradients, no moments."""
     (states,) = bytes_of_states(made := planned(), BATCH)
     short, found = on_host(0.95 * states.host), estimate_of(parameters=BYTES, gradients=BYTES)
     assert judge(FACTS, made, BATCH, short, lambda: found).verdict is Fit.TOO_LARGE
-    with patch.object(ModelFacts, "images", object()):
-        assert judge(FACTS, made, BATCH, short, lambda: found).verdict is Fit.FITS
+    may_be_idle = patch("meshwright.training.capacity.may_be_idle", return_value={"head.weight"})
+    for without_gradient in (patch.object(ModelFacts, "images", object()), may_be_idle):
+        with without_gradient:
+            assert judge(FACTS, made, BATCH, short, lambda: found).verdict is Fit.FITS
 
 
 def test_a_rank_is_judged_by_its_own_device():

@@ -292,7 +292,7 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
         return _states(plan, microbatches)
     fullest = estimate.fullest
     memory = estimate.of(fullest)
-    m = plan_memory(plan, microbatches=microbatches, pipeline_rank=fullest)
+    m = plan_memory(plan, microbatches=microbatches, pipeline_rank=fullest).without(memory.idle)
     resting = {
         MemoryUse.PARAMETERS: ("parameters", m.parameters),
         MemoryUse.GRADIENTS: ("gradients", m.gradients),

@@ -48,10 +48,12 @@ class RankMemory:
     Attributes:
         most: for each kind the most at a time.
         peak: at the time at which all kinds together are most.
+        idle: gradients and optimizer state that trained parameters would have which no row uses.
     """
 
     most: Mapping[MemoryUse, int]
     peak: Mapping[MemoryUse, int]
+    idle: Mapping[MemoryUse, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -60,14 +62,9 @@ class RankMemory:
 
     def towards(self, other: RankMemory, share: float) -> RankMemory:
         """Return a rank's bytes on the line through two: 0 gives this one's, 1 the other's."""
-
-        def between(here: Mapping[MemoryUse, int], there: Mapping[MemoryUse, int]) -> dict[MemoryUse, int]:
-            return {
-                kind: round(here.get(kind, 0) + share * (there.get(kind, 0) - here.get(kind, 0)))
-                for kind in {**here, **there}
-            }
-
-        return RankMemory(between(self.most, other.most), between(self.peak, other.peak))
+        pairs = (self.most, other.most), (self.peak, other.peak), (self.idle, other.idle)
+        found = ({k: round(a.get(k, 0) + share * (b.get(k, 0) - a.get(k, 0))) for k in {**a, **b}} for a, b in pairs)
+        return RankMemory(*found)
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,11 @@ class Memory:
     def at_rest(self) -> int:
         """Bytes between two steps, gradients cleared, without optimizer state that alone rests in host memory."""
         return self.parameters + self.beside + self.kept_between_steps
+
+    def without(self, idle: Mapping[MemoryUse, int]) -> Memory:
+        """Return the bytes without the gradients and optimizer state of parameters that no row uses."""
+        gradients = self.gradients - idle.get(MemoryUse.GRADIENTS, 0)
+        return replace(self, gradients=gradients, optimizer=self.optimizer - idle.get(MemoryUse.OPTIMIZER, 0))
 
     @property
     def at_peak(self) -> int:

@@ -19,6 +19,7 @@ from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.build import plan as make_plan
 from meshwright.planning.memory import MemoryEstimate, RankBytes, bytes_at_least, bytes_at_most, bytes_of_states
 from meshwright.planning.plan import Plan
+from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.values import Batch
 from meshwright.simulation.cards import machines
 from meshwright.simulation.from_model import job_of_plan
@@ -133,7 +134,7 @@ def judge(
         fully: give an upper bound, whatever it costs.
     """
     states = need(plan, capacity, bytes_of_states(plan, batch, state_tensors=state_tensors))
-    is_bound = facts.images is None  # of a model with images, some weights get no gradient
+    is_bound = facts.images is None and not may_be_idle(facts)  # else some weights get no gradient
     if not fully:
         # the inputs of all matrices and the logits of a microbatch on one rank
         rows = max(1, batch.global_rows // plan.data_ranks)
@@ -272,7 +273,7 @@ def nearest_that_fits(
             low_bit.refuse_absent(made.optimizer)
         except MeshwrightError:
             return None
-        if (least := states(made, rows)).is_short and facts.images is None:
+        if (least := states(made, rows)).is_short and facts.images is None and not may_be_idle(facts):
             return Judgement(least, None)
         runs += 1
         return judge(facts, made, rows, capacity, partial(estimate, changed, made, rows), fully=True, **options)

@@ -61,7 +61,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, dims_of_logits
-from .live import addresses, storage_of, tensors_in
+from .live import addresses, storage_of, stored, tensors_in
 
 if TYPE_CHECKING:
     from meshwright.core.torch_private import FakeTensorMode
@@ -343,35 +343,36 @@ class DryRun:
             step = self.step(model, microbatches)
             if self.copies_gradients:
                 keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
-            in_host: tuple[MemoryUse, ...] = ()
-            if is_accelerator(asked.device) and asked.data.cpu_offload:
-                in_host = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
-            elif is_accelerator(asked.device) and asked.optimizer.in_host_memory:
-                in_host = (MemoryUse.OPTIMIZER,)
+            states = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
+            in_host = states if asked.data.cpu_offload else states[2:] * asked.optimizer.in_host_memory
+            in_host = in_host if is_accelerator(asked.device) else ()
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
             with _as_on(asked.device, account), account:
                 with whole_rows() if self.shown and brings_initialiser(model.parts[0]) else nullcontext():
                     model.run_opened(model.refer(step))
                 account.look()  # all gradients are there, and are told from activations
-                every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                idle = [tensors_in([*optimizer.state.get(p, {}).values()]) for p in every if p.grad is None]
+                every = [p for group in optimizer.param_groups for p in group["params"]]
+                made = stored(plain for p in every if p.grad is not None for plain in memory_of(p.grad))
+                absent = tensors_in([optimizer.state.get(p, {}) for p in every if p.grad is None])
                 if asked.optimizer.in_host_memory and not in_host:  # a copy of the state in the same memory
                     low_bit.step(optimizer, torch.device(CPU))
                 else:
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         most, peak = dict(account.most), dict(account.peak)
-        # the step makes no state of what got no gradient
-        absent = sum(plain.nbytes for state in idle for tensor in state for plain in memory_of(tensor))
+        # what got no gradient has no state either; buckets, and buffers that are reduced together, have room for it
+        held, state = (sum(one.nbytes for t in tensors for one in memory_of(t)) for tensors in (every, absent))
+        without = 0 if self.copies_gradients else max(0, held - sum(made.values()))
+        idle = {MemoryUse.GRADIENTS: without, MemoryUse.OPTIMIZER: state}
         rests = MemoryUse.HOST if MemoryUse.OPTIMIZER in in_host else MemoryUse.OPTIMIZER
-        for held in (most, peak) if idle else ():
-            held[rests] = max(0, held.get(rests, 0) - absent)
+        for kinds in (most, peak) if absent else ():
+            kinds[rests] = max(0, kinds.get(rests, 0) - state)
         # the optimizer state that comes from host memory for the step counts, if the peak is then
-        kinds, moving = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS), plan_memory(asked).moving
-        stepping = {kind: most[kind] for kind in kinds if kind in most} | {MemoryUse.OPTIMIZER: moving}
+        beside, moving = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.BUFFERS), plan_memory(asked).moving
+        stepping = {kind: most[kind] for kind in beside if kind in most} | {MemoryUse.OPTIMIZER: moving}
         if moving and sum(stepping.values()) > RankMemory(most, peak).total:
             peak = stepping
-        return RankMemory(most, peak)
+        return RankMemory(most, peak, idle)
 
     @contextmanager
     def model_of(self, rank: int) -> Iterator[ParallelModel]:
@@ -407,8 +408,7 @@ class DryRun:
         piece = piece | {key: with_values(value) for key, value in self.shown.items() if key != IMAGES_PER_ROW}
         if context is not None:  # the first rank's tokens
             piece = first_tokens(piece, context, Signature.of(model.parts[0]))
-        tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
-        weight = tokens
+        weight = tokens = piece["tokens"].numel() * microbatches * self.plan.data_ranks
         if self.batch.pairs:
             if model.reference_refusal or self.plan.pipeline is not None:  # the others of a pipeline are absent
                 piece = with_value(piece, REFERENCE, torch.zeros(len(piece["tokens"]), dtype=torch.float64))
