@@ -26,7 +26,8 @@ from meshwright.distributed.memory import dry_run as fake
 from meshwright.distributed.memory import dry_run as pipeline_ranks
 from meshwright.distributed.memory.account import MemoryAccount, dims_of_logits
 from meshwright.distributed.memory.dry_run import default_optimizer, estimate_memory
-from meshwright.distributed.mesh import get_pp_rank
+from meshwright.distributed.mesh import get_pp_rank, tensor_position
+from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import model_facts
@@ -139,7 +140,16 @@ def compared(case: Case) -> tuple[RankMemory, RankMemory]:
     rank = get_pp_rank(laid.mesh) if laid.plan.pipeline is not None else None
     found = RankMemory(*least_of(watches))
     assert bytes_of_states(made, batch)[rank or 0].host <= found.total
+    assert of_evaluation(laid, optimizer, rows) <= (1 + TOGETHER) * estimate.of(rank).total
     return found, estimate.of(rank)
+
+
+def of_evaluation(laid: ParallelModel, optimizer: torch.optim.Optimizer, rows: dict[str, Tensor]) -> int:
+    """The most bytes of a validation's batch, which has the rows of a microbatch."""
+    vocabulary = dims_of_logits(VOCABULARY, tensor_position(laid.mesh)[1])
+    with Unhurried(), MemoryAccount(laid.parts, vocabulary, optimizer=optimizer) as account:
+        laid.evaluate({key: value[:ROWS] for key, value in rows.items()})
+    return sum(account.peak.values())
 
 
 def recomputing(mode: str, **keys: Any) -> Case:
@@ -438,6 +448,32 @@ def test_the_model_is_left_as_it_is():
     weight = real[0].weight
     estimate_memory(model_facts(real), plan(real, ONE), Batch(1, 4))
     assert real[0].weight is weight and weight.device.type == "cpu" and type(weight) is nn.Parameter
+
+
+class WideInEvaluation(nn.Module):
+    """Averages many copies of what it computes where it does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        return self.head(hidden if self.training else hidden.expand(1000, *hidden.shape).contiguous().mean(0))
+
+
+def test_an_evaluation_that_holds_more_than_a_step_is_what_was_estimated():
+    model = WideInEvaluation()
+    made, batch = plan(model, ONE), Batch(2 * ROWS, SEQ, ROWS)
+    estimate = estimate_memory(model_facts(model), made, batch, keys=("tokens", "labels"))
+    laid = parallelize(model, plan=made, microbatch_rows=ROWS)
+    optimizer = default_optimizer(laid)
+    rows = dict(RandomBatches(VOCABULARY, rows=batch.global_rows, seq_len=SEQ, keys=())(0))
+    laid.forward_backward(rows)
+    laid.optimizer_step(optimizer)
+    found = of_evaluation(laid, optimizer, rows)
+    assert found > 1000 * ROWS * SEQ * 16 * 4
+    assert estimate.of().total == pytest.approx(found, rel=TOGETHER)
 
 
 class Slow(nn.Module):

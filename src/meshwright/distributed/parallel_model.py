@@ -302,9 +302,9 @@ class ParallelModel(nn.Module):
 
     # --- forwards that no step follows
 
-    def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch]) -> StepLoss:
+    def evaluate(self, batch: step_batch.Batch | Sequence[step_batch.Batch] | OpenedStep) -> StepLoss:
         """Compute the loss of a batch (as in ``forward_backward``) without gradients, in evaluation mode."""
-        pieces, tokens, weight, _ = self._open_step(batch, trains=False)
+        pieces, tokens, weight, _ = batch if isinstance(batch, OpenedStep) else self._open_step(batch, trains=False)
         with evaluating(self._parts):
             total = self._runner.evaluate(pieces)
         return self._of_all_ranks(total / (weight or 1.0), tokens, weight)

@@ -343,13 +343,12 @@ class DryRun:
             step = self.step(model, microbatches)
             if self.copies_gradients:
                 keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
-            states = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
+            states = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER) * is_accelerator(asked.device)
             in_host = states if asked.data.cpu_offload else states[2:] * asked.optimizer.in_host_memory
-            in_host = in_host if is_accelerator(asked.device) else ()
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
-            with _as_on(asked.device, account), account:
-                with whole_rows() if self.shown and brings_initialiser(model.parts[0]) else nullcontext():
-                    model.run_opened(model.refer(step))
+            whole = whole_rows() if self.shown and brings_initialiser(model.parts[0]) else nullcontext()
+            with _as_on(asked.device, account), account, whole:
+                model.run_opened(step := model.refer(step))
                 account.look()  # all gradients are there, and are told from activations
                 every = [p for group in optimizer.param_groups for p in group["params"]]
                 made = stored(plain for p in every if p.grad is not None for plain in memory_of(p.grad))
@@ -359,6 +358,7 @@ class DryRun:
                 else:
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+                model.evaluate(step._replace(pieces=step.pieces[:1]))  # as a validation does
         most, peak = dict(account.most), dict(account.peak)
         # what got no gradient has no state either; buckets, and buffers that are reduced together, have room for it
         held, state = (sum(one.nbytes for t in tensors for one in memory_of(t)) for tensors in (every, absent))
