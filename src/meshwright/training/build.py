@@ -281,7 +281,7 @@ def estimated_memory(config: Config, facts: ModelFacts, plan: Plan, batch: Batch
     estimate = estimate_memory(facts, plan, batch, build_optimizer=None if plan.optimizer.needs_torchao else build)
     # a block keeps at least its input of each token for the backward, and keys and values are at most twice as wide
     if estimate.ranks and (least := 2 * config.sample.tokens) > (batch.microbatch_rows or 1) * batch.seq_len:
-        note = f"keys and values of sample.tokens = {least // 2} are not in it: a microbatch has few tokens beside them"
+        note = f"a sample of sample.tokens = {least // 2} may need more: its keys and values are not counted"
         return replace(estimate, notes=(*estimate.notes, note))
     return estimate
 
