@@ -18,9 +18,9 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-from .diagnosis import Diagnosis, Finding, Off, is_router
-from .passes import ROUNDING, Passes, factor
-from .traces import Place, Run, first_step, own_part, part, places_of, relative, vector
+from .diagnosis import Diagnosis, Finding, Off, is_router, ranks_of
+from .passes import ROUNDING, Passes, factor, is_one
+from .traces import NOTHING, Place, Run, first_step, own_part, part, places_of, relative, rows_given, vector
 
 MOST_NOISE = 0.1
 """Relative error of an output that noise of the size of rounding cannot make."""
@@ -28,6 +28,9 @@ SMALL = 0.1
 """Relative error that a loss which is no sum over rows may have where microbatches are others."""
 FLOORS = 12.0
 """Multiple of the error between runs of one process that still counts as rounding."""
+
+Entry = tuple[int, Place, dict[str, Any] | None, dict[str, Any]]
+"""A rank, a place, what the rank has there, what one process has there."""
 
 
 class Blame:
@@ -55,20 +58,15 @@ class Blame:
         held = [trace["steps"][first_step(trace)]["before"] for trace in many.ranks]
         for rank, (names, placed) in enumerate(zip(held, self.places, strict=True)):
             if not placed:
+                why = f"none of the {len(names)} parameters of rank {rank} is one of {one.folder}'s: observe the same"
+                why += " script, with the same model and seed, in both"
                 if any(0 in entry["shape"] for entry in names.values()):
-                    raise ConfigError(
-                        f"{many.folder}: rank {rank}'s parameters hold no numbers between the passes of a step,"
-                        f" as under DeepSpeed's ZeRO 3: observe it with a lower stage"
-                    )
-                raise ConfigError(
-                    f"{many.folder}: none of the {len(names)} parameters of rank {rank} is one of {one.folder}'s:"
-                    f" observe the same script, with the same model and seed, in both"
-                )
+                    why = f"rank {rank}'s parameters hold no numbers between the passes of a step, as under DeepSpeed's"
+                    why += " ZeRO 3: observe it with a lower stage"
+                raise ConfigError(f"{many.folder}: {why}")
         whole = self.base["steps"][0]["before"].keys()
         found = {place.name for placed in self.places for place in placed.values()}
-        unplaced = {
-            name for names, placed in zip(held, self.places, strict=True) for name in names if name not in placed
-        }
+        unplaced = set().union(*(names.keys() - placed for names, placed in zip(held, self.places, strict=True)))
         self.unknown = tuple(sorted(unplaced | (whole - found))) if whole - found else ()
         self.is_short = any(step["short"] for trace in (self.base, *many.ranks) for step in trace["steps"])
         """Whether some of the model computes in 16 bits."""
@@ -109,10 +107,8 @@ class Blame:
         if not what and output is not None and median(pair.error for pair in output[1]) > MOST_NOISE:
             what = f"outputs of {output[0] or 'the model'} differ in the first step"
         if what:
-            raise ConfigError(
-                f"{one.folder} and {again.folder} are two runs of one process and not the same: {what}. Seed what the"
-                f" script draws, and observe anew"
-            )
+            runs = f"{one.folder} and {again.folder} are two runs of one process and not the same"
+            raise ConfigError(f"{runs}: {what}. Seed what the script draws, and observe anew")
 
     def judge(self) -> Finding:
         """Find the first difference."""
@@ -128,6 +124,10 @@ class Blame:
         if off := self._initial():
             return Diagnosis(self.base, self.many, self.places, 0).of_beginning(off)
         for step in range(self.n_steps):
+            if alone := self._steps_alone(step):
+                names = {place.name for rank in alone for place in self.places[rank].values()}
+                why = "it is updated, and others leave the update out"
+                return Diagnosis(self.base, self.many, self.places, step).of_missing(names, alone, why)
             left = [self._parameters(stage, step) for stage in ("after", "left")]
             gradients = self._gradients(step)
             moved = self._between(step) if step and (gradients or left[0]) else []
@@ -141,17 +141,18 @@ class Blame:
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
-            rows = diagnosis.passes.wrong_rows()
-            if rows is not None and not step and (again := self._reads_again()) is not None:
+            if not step and diagnosis.passes.wrong_rows() and (again := self._reads_again()) is not None:
                 if again == (self.n_steps, ()):
                     return self._without_twin(step)
                 later, ranks = again
-                return Diagnosis(self.base, self.many, self.places, later).of_rows(ranks)
+                return Diagnosis(self.base, self.many, self.places, later).finding(
+                    ".+", ranks, "wrong rows", "rows are read again"
+                )
             if diagnosis.passes.other_batches() and self._is_small(step, gradients, after):
                 continue
-            return diagnosis.place(gradients, after)
-        n_parameters = len(self.base["steps"][0]["before"])
-        counts = (self.n_steps, "step"), (n_parameters, "parameter"), (len(self.many.ranks), "process")
+            return diagnosis.place([] if self._is_in_update(step, gradients, after) else gradients, after)
+        n = len(self.base["steps"][0]["before"])
+        counts = (self.n_steps, "step"), (n, "parameter"), (len(self.many.ranks), "process")
         of = ", ".join(f"{n} {word}" + ("es" if word == "process" else "s") * (n > 1) for n, word in counts)
         return Finding("sound", words=f"equal up to rounding ({of})")
 
@@ -169,15 +170,12 @@ class Blame:
             again = tuple(rank for rank, counts in enumerate(first) if counts and counts in first[:rank])
             return (0, again) if again and len(set().union(*own)) < len(whole) else (self.n_steps, ())
         for step, (_, ranks) in enumerate(every):
-            seen = []
             for rank, counts in enumerate(ranks):
-                if counts not in seen:
-                    seen.append(counts)
-                    mine += counts
-                    if any(row not in theirs for row in counts):
-                        return None
-                    if any(mine[row] > theirs[row] for row in counts):
-                        return step, (rank,)
+                mine += counts if counts not in ranks[:rank] else Counter()
+                if counts.keys() - theirs.keys():
+                    return None
+                if any(mine[row] > theirs[row] for row in counts):
+                    return step, (rank,)
         return (self.n_steps, ()) if theirs == mine else None
 
     def _without_twin(self, step: int) -> Finding:
@@ -194,7 +192,9 @@ class Blame:
                 for rank, place, mine in replicas
             ]
             if off:
-                return Diagnosis(self.base, self.many, self.places, later).of_replicas(off)
+                return Diagnosis(self.base, self.many, self.places, later).of_missing(
+                    {o.name for o in off}, ranks_of(off), "ranks have different copies"
+                )
         words = (
             f"rows are others, or in another order, from step {step + 1} on; so ranks were compared with each other:"
             " they agree"
@@ -214,17 +214,28 @@ class Blame:
         worst = max(gradients, key=lambda o: o.error, default=None)
         if worst is None or not is_router(worst.name):
             return False
-        factors = [factor(o.found, o.whole) for o in gradients if o.found is not None and o.whole is not None]
-        return any(f is None for f in factors)
+        return None in [factor(o.found, o.whole) for o in gradients if o.found is not None and o.whole is not None]
 
     def _draws(self, step: int) -> Finding | None:
-        ranks = range(len(self.many.ranks))
-        if not any(self.many.step(rank, step)["draws"] for rank in ranks):
+        every = range(len(self.many.ranks))
+        if not any(self.many.step(rank, step)["draws"] for rank in every):
             return None
         diagnosis = Diagnosis(self.base, self.many, self.places, step)
-        earlier = [(self.base["steps"][s], [self.many.step(rank, s) for rank in ranks]) for s in range(step)]
-        wrong = diagnosis.passes.wrong_draws(earlier)
-        return None if wrong is None else diagnosis.of_draws(*wrong)
+        earlier = [(self.base["steps"][s], [self.many.step(rank, s) for rank in every]) for s in range(step)]
+        if (wrong := diagnosis.passes.wrong_draws(earlier)) is None:
+            return None
+        place, ranks, why = wrong
+        return diagnosis.finding(place or ".+", ranks, "seed", why, "random numbers differ")
+
+    def _steps_alone(self, step: int) -> list[int]:
+        """List the ranks that step where one process and other ranks leave the update out and go on to other rows."""
+        ranks, steps = range(len(self.many.ranks)), [*self.base["steps"], NOTHING]
+        now, later = map(rows_given, steps[step : step + 2])
+        found = [rank for rank in ranks if rows_given(self.many.step(rank, step + 1)) & now - later]
+        n_calls = [len(self.many.step(rank, step)["calls"]) for rank in ranks]
+        most = max((n_calls[rank] for rank in found), default=0)
+        rest = [n for rank, n in enumerate(n_calls) if rank not in found]
+        return found if rest and min(rest) > most else []
 
     def _has_left(self, step: int) -> bool:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
@@ -236,20 +247,30 @@ class Blame:
         A rate makes up for a sum in place of a mean; weights are averaged in the place of gradients, which no factor
         makes equal then; or an update by hand reduces and scales what it was given.
         """
-        ranks = range(len(self.many.ranks))
+        rates, _ = Diagnosis(self.base, self.many, self.places, step).rates(range(len(self.many.ranks)))
         pairs = [(o.found, o.whole) for o in gradients]
-        by_hand = not any(rates for rank in ranks for rates in self.many.step(rank, step)["rates"].values())
         averaged = all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
-        return by_hand or averaged or self._rates_differ(step)
+        return self._by_hand(step) or averaged or "lr" in rates
 
-    def _rates_differ(self, step: int) -> bool:
-        whole = self.base["steps"][step]["rates"]
-        return any(
-            rates.get("lr") != whole[place.name].get("lr")
-            for rank, places in enumerate(self.places)
-            for name, rates in self.many.step(rank, step)["rates"].items()
-            if (place := places.get(name)) is not None and place.name in whole
-        )
+    def _by_hand(self, step: int) -> bool:
+        ranks = range(len(self.many.ranks))
+        return not any(rates for rank in ranks for rates in self.many.step(rank, step)["rates"].values())
+
+    def _is_in_update(self, step: int, gradients: list[Off], after: list[Off]) -> bool:
+        """Return whether an update by hand, which may reduce and scale what it is given, differs beyond that.
+
+        Gradients differed in the last step, too, and weights did not; or one factor lies between all of them, and
+        neither that nor none between updates.
+        """
+        if not self._by_hand(step) or not after:
+            return False
+        if step and self._gradients(step - 1):
+            return True
+        scales = [factor(o.found, o.whole) if o.found is not None and o.whole is not None else None for o in gradients]
+        before = [part(self.base["steps"][step]["before"][o.name], o.place) for o in after if o.place]
+        moves = [(o.found - was, o.whole - was) for o, was in zip(after, before, strict=True)]  # type: ignore[operator]
+        likely = (1.0, scales[0] if is_one(scales) else 1.0)
+        return is_one(scales) and any(min(relative(a, w * f) for f in likely) > 2 * SMALL for a, w in moves)  # type: ignore[operator]
 
     # --- what differs
 
@@ -259,48 +280,47 @@ class Blame:
 
     def _initial(self) -> list[Off]:
         """List the parameters that differ before the first step, and those that no rank begins with."""
-        whole = self.base["steps"][0]["before"]
         off = self._blocks("before", 0, 0.0)
-        for rank, trace in enumerate(self.many.ranks):
-            for name, entry in trace["steps"][0]["before"].items():
-                place = self.places[rank].get(name)
-                if place is None or (place.offset is not None and place.dim is None):
-                    continue
-                mine, theirs = own_part(entry, place), part(whole[place.name], place)
-                error = relative(mine, theirs)
-                if error > ROUNDING.get(entry["dtype"], 5e-5) and len(mine):
-                    off.append(Off(place.name, rank, mine, theirs, error, place))
+        for rank, place, entry, whole in self._entries("before", 0):
+            assert entry is not None
+            mine, theirs = own_part(entry, place), part(whole, place)
+            error = relative(mine, theirs)
+            if error > ROUNDING.get(entry["dtype"], 5e-5) and len(mine):
+                off.append(Off(place.name, rank, mine, theirs, error, place))
         return off
 
-    def _entries(self, stage: str, step: int) -> Iterator[tuple[int, Place, dict[str, Any] | None, dict[str, Any]]]:
-        """Go through what ranks have and one process has, too: (rank, place, the rank's, one process's)."""
+    def _entries(self, stage: str, step: int, in_blocks: bool = False) -> Iterator[Entry]:
+        """Go through what ranks have and one process has, too: parts that are a run along one dim, or the others."""
+        whole = self.base["steps"][step].get(stage, {})
         for rank, places in enumerate(self.places):
-            own = self.many.step(rank, step)
-            for name, entry in own.get(stage, {}).items():
-                place = places.get(name)
-                if place is not None and place.name in self.base["steps"][step].get(stage, {}):
-                    yield rank, place, entry, self.base["steps"][step][stage][place.name]
+            for name, entry in self.many.step(rank, step).get(stage, {}).items():
+                if (place := places.get(name)) is None or place.name not in whole:
+                    continue
+                if place.offset is not None if in_blocks else place.offset is None or place.dim is not None:
+                    yield rank, place, entry, whole[place.name]
 
     def _gradients(self, step: int) -> list[Off]:
         whole = self.base["steps"][step]["gradients"]
         total = sum(entry["norm"] ** 2 for entry in whole.values() if entry) ** 0.5
         found = self._blocks("gradients", step, total)
-        stepped = [self._stepped(rank, step) for rank in range(len(self.many.ranks))]
+        stepped = [
+            {placed[name].name for name in self.many.step(rank, step)["rates"] if name in placed}
+            for rank, placed in enumerate(self.places)
+        ]
         partial: dict[Any, list[tuple[int, Place, Tensor, Tensor]]] = defaultdict(list)
         for rank, place, entry, reference in self._entries("gradients", step):
-            if place.name not in stepped[rank] or (place.offset is not None and place.dim is None):
+            if place.name not in stepped[rank]:
                 continue
             if entry and reference and any(kind.startswith("P") for kind in entry["placements"]):
                 values = own_part(entry, place), part(reference, place)
                 partial[place.name, place.key].append((rank, place, *values))
                 continue
             if entry is None or reference is None:
-                known = entry if entry is not None else reference
-                if known is not None and known["norm"] > 1e-7 * total:
-                    theirs = None if reference is None else part(reference, place)
-                    mine = None if entry is None else own_part(entry, place)
-                    if theirs is not None and not len(theirs):
-                        continue  # the rank has none of it
+                known, mine = entry or reference, own_part(entry, place) if entry else None
+                theirs = part(reference, place) if reference else None
+                if (
+                    known and known["norm"] > 1e-7 * total and (theirs is None or len(theirs))
+                ):  # the rank has some of it
                     found.append(Off(place.name, rank, mine, theirs, float("inf"), place))
                 continue
             mine, theirs = own_part(entry, place), part(reference, place)
@@ -315,16 +335,8 @@ class Blame:
                 found += [Off(place.name, rank, own, theirs, error, place) for rank, place, own, _ in parts]
         return found
 
-    def _stepped(self, rank: int, step: int) -> set[str]:
-        """Return what one process calls the parameters that a rank steps."""
-        return {
-            self.places[rank][name].name for name in self.many.step(rank, step)["rates"] if name in self.places[rank]
-        }
-
     def _is_used(self, rank: int, step: int) -> set[str]:
-        """Return the parameters, by a rank's names, that the rank steps, has new gradients of, or calls the modules
-        of.
-        """
+        """Return a rank's names of the parameters that it steps, has new gradients of, or calls the modules of."""
         own = self.many.step(rank, step)
         last = self.many.step(rank, step - 1)["gradients"] if step else {}
         called = {event["module"] for event in own["forward"]}
@@ -344,7 +356,7 @@ class Blame:
             for rank, placed in enumerate(self.places)
         ]
         for rank, place, entry, reference in self._entries(stage, step):
-            if place.name not in used[rank] or (place.offset is not None and place.dim is None):
+            if place.name not in used[rank]:
                 continue
             assert entry is not None
             before = part(self.base["steps"][step]["before"][place.name], place).double()
@@ -365,11 +377,9 @@ class Blame:
     def _blocks(self, stage: str, step: int, total: float) -> list[Off]:
         """Compare the tensors whose blocks are cut along several dims: their marginals add up to the whole's."""
         found = []
-        blocks: dict[str, dict[tuple[int, ...], list[tuple[int, dict[str, Any]]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for rank, place, entry, whole in self._entries(stage, step):
-            if place.offset is not None and entry is not None and whole is not None:
+        blocks: dict[str, dict[Any, list[tuple[int, dict[str, Any]]]]] = defaultdict(lambda: defaultdict(list))
+        for rank, place, entry, whole in self._entries(stage, step, in_blocks=True):
+            if entry is not None and whole is not None:
                 blocks[place.name][place.offset].append((rank, entry))
         for name, parts in blocks.items():
             whole = self.base["steps"][step][stage][name]
@@ -397,12 +407,14 @@ class Blame:
         off = []
         for rank, place, now, one_now in self._entries("before", step):
             name = next(name for name, other in self.places[rank].items() if other is place)
-            last = self.many.step(rank, step - 1)["after"].get(name)
+            last = self.many.step(rank, step - 1)["after"]
             one_last = self.base["steps"][step - 1]["after"].get(place.name)
-            if last is None or one_last is None or now is None or (place.offset is not None and place.dim is None):
+            if one_last is None or now is None:
                 continue
             mine, theirs = own_part(now, place), part(one_now, place)
-            if not len(mine) or len(last["m"]) != len(now["m"]):
+            if not last and relative(mine, theirs) > max(1e-3, self._bound(step - 1, "left", place.name, now["dtype"])):
+                off.append(Off(place.name, rank, mine, theirs, relative(mine, theirs), place))  # the rank joins
+            if (last := last.get(name)) is None or not len(mine) or len(last["m"]) != len(now["m"]):
                 continue
             moved = relative(mine, own_part(last, place)), relative(theirs, part(one_last, place))
             least = max(1e-6, FLOORS * self.floors[step - 1, "left", place.name])

@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .passes import Pair, Passes, factor
+from .passes import Pair, Passes, factor, is_one
 from .traces import Place, Run, own_part, part, relative, vector
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference of a run from one process.
+    """The first difference of a run from one process, or that there is none.
 
     Attributes:
         verdict: "fault" or "sound".
         place: a module or parameter, as one process names it; ".+" where everything differs at once.
         step: the first step, 1 the first.
-        ranks: the ranks with the difference.
-        kind: what kind of fault it is.
         words: the finding in a sentence.
         unknown: parameters that were not compared, since their place in one process's is unknown.
     """
@@ -74,48 +72,48 @@ class Diagnosis:
     def place(self, gradients: list[Off], after: list[Off]) -> Finding:
         """Find where in the step the difference of gradients, or of parameters after it, arises."""
         if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
-            return self._finding(".+", rows.ranks, "wrong rows", rows.words)
+            return self.finding(".+", rows.ranks, "wrong rows", rows.words)
         if gradients:
             if (buffer := self._buffer()) is not None:
                 return buffer
-            output = self.passes.first_output() or self.passes.first_output(
-                {o.name.rpartition(".")[0] for o in gradients}
-            )
+            modules = {o.name.rpartition(".")[0] for o in gradients}
+            output = self.passes.first_output() or self.passes.first_output(modules)
             if output is not None:
                 return self._of_output(*output)
             return self._of_gradients(gradients)
         return self._of_updates(after)
 
-    def _finding(self, place: str, ranks: Iterable[int], kind: str, why: str, what: str = "") -> Finding:
+    def finding(self, place: str, ranks: Iterable[int], kind: str, why: str, what: str = "") -> Finding:
+        """Say what differs and why, with the step's number."""
         ranks = tuple(sorted(set(ranks)))
         where = "everything" if place == ".+" else place
-        words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {these(ranks)}" + (
-            f": {why}" if why else ""
-        )
+        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {on}{': ' * bool(why)}{why}"
         return Finding("fault", place, self.number + 1, ranks, kind, words)
 
     # --- before the step
 
+    def joined(self, rank: int) -> bool:
+        """Return whether this is the first step of a rank and not of the run."""
+        return self.number > 0 and not self.many.step(rank, self.number - 1)["after"] and bool(self.own[rank]["after"])
+
     def resumed(self, rank: int) -> bool:
         """Return whether a rank read a file, or joined, just before the step."""
         last = self.many.step(rank, self.number - 1)["loaded"] if self.number else []
-        joined = (
-            self.number > 0 and not self.many.step(rank, self.number - 1)["after"] and bool(self.own[rank]["after"])
-        )
-        return "after" in last or "before" in self.own[rank]["loaded"] or joined
+        return "after" in last or "before" in self.own[rank]["loaded"] or self.joined(rank)
 
-    def kind_of_resume(self, norms: Iterable[float], keys: Sequence[str] = ()) -> str:
-        """Say whether what was lost at a resume had been saved: tensors by their norms, numbers by their names."""
-        saved, names = self._saved()
+    def kind_of_resume(self, ranks: Sequence[int], norms: Iterable[float], keys: Sequence[str] = ()) -> str:
+        """Say whether what ranks lost at a resume had been saved: tensors by their norms, numbers by their names."""
+        saved, names = self._saved(all(map(self.joined, ranks)))
         if not saved and not names:
             return "not restored"
         there = all(any(abs(norm - other) <= 1e-6 * norm for other in saved) for norm in norms)
         return "not restored" if there and all(any(n.endswith(key) for n in names) for key in keys) else "not saved"
 
-    def _saved(self) -> tuple[list[float], set[str]]:
-        """Return the norms and names that were written to files before the step; without files, that were taken."""
+    def _saved(self, only_files: bool) -> tuple[list[float], set[str]]:
+        """Return the norms and names in files that were written before the step, or else in states that were taken."""
         steps = [self.many.step(rank, step) for rank in range(self.n) for step in range(self.number)]
-        for norms, keys in (("saved", "keys"), ("taken", "names")):
+        for norms, keys in (("saved", "keys"), ("taken", "names"))[: 1 if only_files else 2]:
             found = [norm for step in steps for norm in step.get(norms, ())]
             names = {key for step in steps for key in step.get(keys, ())}
             if found or names:
@@ -127,19 +125,18 @@ class Diagnosis:
         place = ".+" if len({o.name for o in off}) >= 0.9 * len(self.whole["before"]) else off[0].name
         ranks = ranks_of(off)
         if not self.number:
+            if self.passes.begins_alike():
+                kind = "missing reduction" if self._replicas_differ(off) else "wrong scale"
+                return self.finding(place, ranks, kind, "it was right in the first forward", "it was moved")
             loaded = any("before" in self.own[rank]["loaded"] for rank in ranks)
-            return self._finding(place, ranks, "not restored" if loaded else "seed", "before the first step")
+            return self.finding(place, ranks, "not restored" if loaded else "seed", "before the first step")
         if any(self.resumed(rank) for rank in ranks):
-            norms = [
-                entry["norm"]
-                for rank in ranks
-                for name, entry in self.many.step(rank, self.number - 1)["after"].items()
-                if (spot := self.places[rank].get(name)) is not None and spot.name in {o.name for o in off}
-            ]
+            last = [self.many.step(o.rank, self.number - 1)["after"].get(self._own_name(o)) for o in off]
+            norms = [entry["norm"] for entry in last if entry]
             if self._is_reordered(off):
-                return self._finding(place, ranks, "wrong order", "what the last step left is there in another order")
-            return self._finding(place, ranks, self.kind_of_resume(norms), "it is not what the last step left")
-        found = self._finding(place, ranks, "stale value", "it changed after the optimizer's step")
+                return self.finding(place, ranks, "wrong order", "what the last step left is there in another order")
+            return self.finding(place, ranks, self.kind_of_resume(ranks, norms), "it is not what the last step left")
+        found = self.finding(place, ranks, "stale value", "it changed after the optimizer's step")
         return replace(found, step=self.number)
 
     def _is_reordered(self, off: list[Off]) -> bool:
@@ -150,36 +147,30 @@ class Diagnosis:
             for pair in pairs
         )
 
-    def of_replicas(self, off: list[Off]) -> Finding:
-        """Describe parameters of which ranks have different copies."""
-        names, order = {o.name for o in off}, list(self.whole["before"])
+    def of_missing(self, names: set[str], ranks: Iterable[int], why: str) -> Finding:
+        """Describe parameters on which ranks did not agree."""
+        order = list(self.whole["before"])
         place = ".+" if len(names) >= 0.9 * len(order) else max(names, key=order.index)
-        return self._finding(place, ranks_of(off), "missing reduction", "ranks have different copies")
-
-    def of_rows(self, ranks: Iterable[int]) -> Finding:
-        return self._finding(".+", ranks, "wrong rows", "rows are read again", "the data differs")
-
-    def of_draws(self, place: str, ranks: tuple[int, ...], why: str) -> Finding:
-        return self._finding(place or ".+", ranks, "seed", why, "random numbers differ")
+        return self.finding(place, ranks, "missing reduction", why)
 
     def _buffer(self) -> Finding | None:
         """Find a buffer that differed before anything else did."""
         for step in range(self.number):
-            for rank in range(self.n):
-                own, whole = self.many.step(rank, step).get("buffers", {}), self.base["steps"][step].get("buffers", {})
-                for name, entry in own.items():
-                    there = whole.get(self.passes.names[rank].get(name, name))
-                    if there is None or there["shape"] != entry["shape"] or "running_" in name:
-                        continue
-                    if relative(vector(entry), vector(there), 1e-6) > 1e-3:
-                        every = [self.many.step(r, step).get("buffers", {}).get(name) for r in range(self.n)]
-                        off = [r for r, e in enumerate(every) if e and relative(vector(e), vector(there), 1e-6) > 1e-3]
-                        after = Diagnosis(self.base, self.many, self.places, step + 1)
-                        if any(map(after.resumed, off)):  # what is left behind was read from a file
-                            kind = after.kind_of_resume([], [name.rpartition(".")[2]])
-                            return after._finding(name, off, kind, "", "the buffer differs")
-                        found = self._finding(name, range(self.n), "missing reduction", "", "the buffer differs")
-                        return replace(found, step=step + 1)
+            whole = self.base["steps"][step].get("buffers", {})
+            every = [self.many.step(rank, step).get("buffers", {}) for rank in range(self.n)]
+            for rank, name in [(rank, name) for rank, own in enumerate(every) for name in own]:
+                there = whole.get(self.passes.names[rank].get(name, name))
+                if there is None or there["shape"] != every[rank][name]["shape"] or "running_" in name:
+                    continue
+                errors = [relative(vector(own[name]), vector(there), 1e-6) if name in own else 0.0 for own in every]
+                if errors[rank] > 1e-3:
+                    off = [other for other, error in enumerate(errors) if error > 1e-3]
+                    after = Diagnosis(self.base, self.many, self.places, step + 1)
+                    if any(map(after.resumed, off)):  # what is left behind was read from a file
+                        kind = after.kind_of_resume(off, [], [name.rpartition(".")[2]])
+                        return after.finding(name, off, kind, "", "the buffer differs")
+                    found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
+                    return replace(found, step=step + 1)
         return None
 
     # --- outputs
@@ -197,10 +188,12 @@ class Diagnosis:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
         elif (beside := self.passes.other_inputs()) is not None:
             kind, why = beside[2], f"input {beside[0]} is another"
-        elif all(f is not None for f in factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0]):  # type: ignore[type-var, operator, arg-type]
+        elif is_one(factors):
             kind, why = ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
         elif self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
             kind, why = "missing reduction", "each rank has its own part of the sum"
+        elif (kind := self._of_statistics(off)) is not None:
+            why = "right but for a scale and a shift of each feature: statistics of other rows"
         elif self._rounds_a_buffer(name):
             kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
         elif is_position(name):
@@ -216,7 +209,7 @@ class Diagnosis:
         elif right:
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first else "mask"), f"{right} tokens of a row are right"
-        elif is_attention(name):
+        elif any(word in name.lower() for word in ("attn", "attention", "sdpa")):
             kind, why = ("wrong order" if len(ranks) == self.n > 1 else "mask"), "all tokens differ"
         elif name in self.passes.cut_inputs:
             kind, why = "double reduction", "more than the sum"
@@ -224,7 +217,22 @@ class Diagnosis:
             kind = "wrong order"
         elif not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
-        return self._finding(name or ".+", ranks, kind, why, f"outputs differ ({max(errors):.1e})")
+        return self.finding(name or ".+", ranks, kind or "wrong scale", why, f"outputs differ ({max(errors):.1e})")
+
+    def _of_statistics(self, off: list[Pair]) -> str | None:
+        """Recognise outputs that differ by a scale and a shift of each feature, alike for all rows of a rank."""
+        lines = []
+        for rank in sorted({pair.rank for pair in off}):
+            found, whole = ([getattr(p, key) for p in off if p.rank == rank] for key in ("found", "whole"))
+            if len(found) < 3 or len({len(row) for row in (*found, *whole)}) > 1:
+                return None
+            (y, y_mean), (x, x_mean) = ((m - m.mean(0), m.mean(0)) for m in map(torch.stack, (found, whole)))
+            slope = (x * y).sum(0) / (x * x).sum(0).clamp(min=1e-12)
+            if relative(slope * x, y) > 1e-3:
+                return None
+            lines.append(torch.cat([slope, y_mean - slope * x_mean]))
+        alike = max((sum(relative(line, other) < 1e-3 for other in lines) for line in lines), default=0)
+        return "wrong group" if 1 < alike < len(lines) else "missing reduction" if alike == 1 else None
 
     def _rounds_a_buffer(self, name: str) -> bool:
         whole = self.whole.get("buffers", {})
@@ -263,19 +271,24 @@ class Diagnosis:
         finite = [o for o in off if o.found is not None and o.whole is not None and o.found.shape == o.whole.shape]
         factors = {(o.rank, o.name): factor(o.found, o.whole, self.bound) for o in finite}  # type: ignore[arg-type]
         kind, why, ranks = self._kind_of_gradients(off, finite, factors, everywhere)
-        known = [f for f in factors.values() if f is not None]
-        uniform = len(known) == len(finite) and known and max(known) - min(known) < self.bound * abs(known[0])
+        uniform = is_one(factors.values(), self.bound)
         place = ".+" if everywhere else latest
         scales = [f for (_, name), f in factors.items() if name == latest]
         of_latest = [o for o in finite if o.name == latest]
         if self.n > 1 and scales and not uniform and kind in SCALED and all(near(f, self.n) for f in scales):
             place, kind, why = latest, "double reduction", f"{self.n} times, and what lies before it too"
-        elif of_latest and not everywhere and kind != "stale value" and all(map(is_zero, of_latest)):
+        elif of_latest and not everywhere and kind != "stale value" and all(map(is_small, of_latest)):
             kind, why = "dead path", "its gradient is zero"
-        elif of_latest and not uniform and is_router(place) and all(map(is_small, of_latest)) and len(ranks) == self.n:
+        elif (
+            of_latest
+            and not uniform
+            and is_router(place)
+            and all(is_small(o, 0.5) for o in of_latest)
+            and len(ranks) == self.n
+        ):
             kind, why = "dead path", "most of its gradient lacks"
         error = max(o.error for o in off)
-        return self._finding(place, ranks, kind, why, f"gradients differ ({error:.1e})")
+        return self.finding(place, ranks, kind, why, f"gradients differ ({error:.1e})")
 
     def _kind_of_gradients(
         self, off: list[Off], finite: list[Off], factors: dict[tuple[int, str], float | None], everywhere: bool
@@ -288,26 +301,24 @@ class Diagnosis:
             if any(o.name.rpartition(".")[0] in returned for o in off) and all(map(self._unchanged, off)):
                 return "not updated", "no optimizer steps it", ranks
             return "dead path", "no gradient", ranks
-        if all(map(is_zero, finite)):
+        if all(map(is_small, finite)):
             if self._comes_later(finite):
                 return "stale value", "the gradient comes a step later", ranks
             return "dead path", "the gradient is zero", ranks
         known = [f for f in factors.values() if f is not None]
         if len(known) == len(finite) and max(abs(f - 1) for f in known) > self.bound:
-            if max(known) - min(known) < self.bound * abs(known[0]):
-                double = near(known[0], self.n) and not everywhere and self._is_doubled({o.name for o in finite})
+            if is_one(known, self.bound):
+                # n times a gradient is a second reduction where ranks have the same rows, or of one parameter
+                alike = len({o.name for o in finite}) == 1 or self._have_the_same_rows()
+                double = near(known[0], self.n) and not everywhere and alike
                 if everywhere and self._is_clipped() and known[0] > self.n:  # than a part of the norm would scale it
                     return "dead path", f"it is not clipped: {known[0]:.6g} times", ranks
                 if everywhere and self._is_clipped():
                     kind = "missing reduction" if known[0] > 1 else "double reduction"
                     return kind, "the norm that clips is another", ranks
                 return ("double reduction" if double else "wrong scale"), f"{known[0]:.6g} times", ranks
-            by_rank: dict[int, list[float]] = defaultdict(list)
-            for (rank, _), f in factors.items():
-                by_rank[rank].append(f)  # type: ignore[arg-type]
-            if (everywhere or self._is_clipped()) and all(
-                max(fs) - min(fs) < 2 * self.bound * abs(fs[0]) for fs in by_rank.values()
-            ):
+            by_rank = [[f for (rank, _), f in factors.items() if rank == own] for own in ranks]
+            if (everywhere or self._is_clipped()) and all(is_one(fs, 2 * self.bound) for fs in by_rank):
                 return "missing reduction", "each rank scales by a number of its own", ranks
         if (tied := self._copies_of_one(finite)) is not None:
             return "tie broken", f"{tied} are one parameter in one process", ranks
@@ -323,7 +334,8 @@ class Diagnosis:
             return "wrong scale", f"{min(known):.4g} to {max(known):.4g} times", ranks
         holders = [sum(o.name in {p.name for p in placed.values()} for placed in self.places) for o in finite]
         scales = self.passes.loss_scales()
-        shares = not scales or any(s is None for s in scales) or max(scales) - min(scales) > 1e-3 * abs(scales[0])  # type: ignore[type-var, operator, arg-type]
+        is_one_loss = None in scales and self._have_the_same_rows()
+        shares = not is_one_loss and not is_one(scales)
         if max(holders) == 1 < self.n:  # stages of a pipeline: there is nothing to reduce
             if everywhere:
                 why = "rows count by other shares of the loss" if scales and shares else "not by one factor"
@@ -337,6 +349,8 @@ class Diagnosis:
             return "missing reduction", "", ranks
         if shares:
             return "wrong scale", "rows count by other shares of the loss", ranks
+        if is_one_loss and not self.passes.pairs(self.passes.in_order()[-1]):
+            return "missing reduction", "the loss is taken of parts of outputs", ranks
         bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
         kind, why = ("double", "some of it counts again") if bigger else ("missing", "some of it lacks")
         return f"{kind} reduction", why, ranks
@@ -349,24 +363,19 @@ class Diagnosis:
 
     def _comes_later(self, off: list[Off]) -> bool:
         """Return whether the next step has the gradients that this one lacks."""
-        if self.number + 1 >= len(self.base["steps"]):
-            return False
-        for o in off:
-            own = self.many.step(o.rank, self.number + 1)["gradients"]
-            name = next((n for n, p in self.places[o.rank].items() if p.name == o.name), o.name)
-            entry = own.get(name)
-            if entry is None or o.place is None or factor(own_part(entry, o.place), o.whole, 0.1) is None:  # type: ignore[arg-type]
-                return False
-        return True
+        later = [self.many.step(o.rank, self.number + 1)["gradients"].get(self._own_name(o)) for o in off]
+        pairs = [(own_part(entry, o.place), o.whole) for o, entry in zip(off, later, strict=True) if entry and o.place]
+        return len(pairs) == len(off) and all(factor(mine, theirs, 0.1) is not None for mine, theirs in pairs)  # type: ignore[arg-type]
 
-    def _is_doubled(self, names: set[str]) -> bool:
-        """Return whether n times a gradient is a second reduction: ranks have the same rows, or it is one parameter."""
+    def _have_the_same_rows(self) -> bool:
         rows = [set(counts) for counts in self.passes.counts()[1]]
-        return len(names) == 1 or all(other == rows[0] for other in rows)
+        return all(other == rows[0] for other in rows)
+
+    def _own_name(self, off: Off) -> str:
+        return next((name for name, place in self.places[off.rank].items() if place.name == off.name), off.name)
 
     def _unchanged(self, off: Off) -> bool:
-        own = self.own[off.rank]
-        name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), off.name)
+        own, name = self.own[off.rank], self._own_name(off)
         return name in own["after"] and relative(vector(own["after"][name]), vector(own["before"][name])) < 1e-9
 
     def _stale(self, off: Off, last: dict[str, Any]) -> bool:
@@ -386,13 +395,11 @@ class Diagnosis:
     def _unreduced(self, off: Sequence[Off]) -> tuple[str, str] | None:
         """Recognise gradients that are some ranks' parts of a sum, or mixtures of what belongs to several places."""
         own: dict[Any, dict[tuple[int, str], Tensor]] = defaultdict(dict)
-        spots: dict[str, set[Any]] = defaultdict(set)
         for rank in range(self.n):
             for name, entry in self.own[rank]["gradients"].items():
                 place = self.places[rank].get(name)
                 if place is not None and entry is not None and place.offset is None:
                     own[place.name, place.key][rank, name] = own_part(entry, place)
-                    spots[place.name].add(place.key)
         wholes = {(o.name, o.place.key): o.whole for o in off if o.place is not None and o.whole is not None}
         words = set()
         for key, whole in wholes.items():
@@ -402,16 +409,8 @@ class Diagnosis:
                 if all(relative(t, other) > max(1e-4, self.bound / 10) for other in distinct):
                     distinct.append(t)
             if len(distinct) < 2:
-                mixed = (
-                    len(spots[key[0]]) > 1
-                    and distinct
-                    and any(
-                        relative(distinct[0], t) < self.bound
-                        for other, ts in own.items()
-                        if other[0] == key[0] and other != key
-                        for t in ts.values()
-                    )
-                )
+                others = [ts.values() for other, ts in own.items() if other[0] == key[0] and other != key]
+                mixed = any(relative(t, other) < self.bound for t in distinct for ts in others for other in ts)
                 words.add("mixed" if mixed else "")
                 continue
             total = factor(torch.stack(distinct).sum(0), whole, self.bound)
@@ -444,7 +443,7 @@ class Diagnosis:
     def _of_another(self, off: Sequence[Off]) -> str | None:
         for o in off[:4]:
             for name, entry in self.whole["gradients"].items():
-                if name == o.name or entry is None or o.found is None or not entry["norm"]:
+                if entry is None or name == o.name or o.found is None or not entry["norm"]:
                     continue
                 if relative(o.found, vector(entry)) < 1e-3:
                     return name
@@ -459,9 +458,9 @@ class Diagnosis:
         everywhere = len(names) >= 0.8 * len([n for n in order if self._moves(n)])
         place = ".+" if everywhere else names[-1]
         if all(self._unchanged(o) for o in off):
-            return self._finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
+            return self.finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
         resumed = any(self.resumed(rank) for rank in ranks)
-        rates, alike = self._rates(ranks)
+        rates, alike = self.rates(ranks)
         if rates and alike:  # those of one group, however many they are
             place = names[-1]
         kind, why = "wrong scale", "the gradient is right and the step is not"
@@ -473,23 +472,25 @@ class Diagnosis:
             now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
             is_old = rates != ["lr"] or now & {rate["lr"] for every in earlier for rate in every}
             if resumed and is_old:  # it has a rate that the run had before
-                kind = self.kind_of_resume([], ["last_epoch"] if "lr" in rates else [])
+                kind = self.kind_of_resume(ranks, [], ["last_epoch"] if "lr" in rates else [])
+            elif self._alone_changes_rates(ranks):
+                kind, why = "missing reduction", f"{why}: these ranks alone changed it"
         elif states:
             lost = [norm for o in off for norm in self._norms_before(o)]
-            kind = self.kind_of_resume(lost) if resumed else "not restored" if self.number else "wrong scale"
+            kind = self.kind_of_resume(ranks, lost) if resumed else "not restored" if self.number else "wrong scale"
             if any(s[1] for s in states):
                 kind = "rounding/dtype"
             why = f"its {states[0][0]} differs"
-        elif len(ranks) < self.n:
-            kind, why = "stale value", "replicas differ"
-        elif self._replicas_differ(off):
-            kind, why = "missing reduction", "replicas differ"
+        elif len(ranks) < self.n or self._replicas_differ(off):
+            by_hand = not any(self.own[ranks[0]]["rates"].values())
+            is_stale = len(ranks) < self.n and not by_hand
+            kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
         elif not all(
             factor(o.found - b, o.whole - b, 5e-2)  # type: ignore[operator]
             for o, b in zip(off, map(self._before, off), strict=True)
         ):
             kind, why = "missing reduction", "each rank computes an update of its own"
-        return self._finding(place, ranks, kind, why, "the update differs")
+        return self.finding(place, ranks, kind, why, "the update differs")
 
     def _moves(self, name: str) -> bool:
         return relative(vector(self.whole["after"][name]), vector(self.whole["before"][name])) > 1e-9
@@ -498,7 +499,7 @@ class Diagnosis:
         assert off.place is not None
         return part(self.whole["before"][off.name], off.place)
 
-    def _rates(self, ranks: Sequence[int]) -> tuple[list[str], bool]:
+    def rates(self, ranks: Sequence[int]) -> tuple[list[str], bool]:
         """Return what differs of the parameters' rates, and whether those of some are as they should be."""
         found, alike = set[str](), False
         for rank in ranks:
@@ -510,6 +511,15 @@ class Diagnosis:
                     alike |= not other
         return sorted(found), alike
 
+    def _alone_changes_rates(self, ranks: Sequence[int]) -> bool:
+        """Return whether ranks have other rates than in the last step, and neither the rest nor one process has."""
+        last = [self.many.step(rank, self.number - 1)["rates"] for rank in range(self.n)] if self.number else []
+        changed = {rank for rank, rates in enumerate(last) if rates != self.own[rank]["rates"]}
+        return (
+            changed == set(ranks) != set(range(self.n))
+            and self.base["steps"][self.number - 1]["rates"] == self.whole["rates"]
+        )
+
     def _has_no_decay(self, ranks: Sequence[int]) -> bool:
         whole = max((rates.get("weight_decay", 0.0) for rates in self.whole["rates"].values()), default=0.0)
         own = [rates.get("weight_decay", 0.0) for rank in ranks for rates in self.own[rank]["rates"].values()]
@@ -519,14 +529,13 @@ class Diagnosis:
         """Return the norms, after the last step, of what differs of a parameter's optimizer state."""
         if not self.number:
             return []
-        name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), None)
-        state = self.many.step(off.rank, self.number - 1)["state"].get(name, {})
+        state = self.many.step(off.rank, self.number - 1)["state"].get(self._own_name(off), {})
         return [state[key]["norm"] for key, _ in self._states(off) if key in state]
 
     def _states(self, off: Off) -> list[tuple[str, bool]]:
         """List the entries of a parameter's optimizer state that differ, and whether in dtype."""
-        name = next((n for n, p in self.places[off.rank].items() if p.name == off.name), None)
-        own, whole = self.own[off.rank]["state"].get(name, {}), self.whole["state"].get(off.name, {})
+        own = self.own[off.rank]["state"].get(self._own_name(off), {})
+        whole = self.whole["state"].get(off.name, {})
         found = []
         for key, entry in whole.items():
             if key not in own or off.place is None:
@@ -543,12 +552,8 @@ class Diagnosis:
 # --- helpers
 
 
-def is_zero(off: Off) -> bool:
-    return off.found is not None and off.whole is not None and float(off.found.norm()) < 1e-6 * float(off.whole.norm())
-
-
-def is_small(off: Off) -> bool:
-    return off.found is not None and off.whole is not None and float(off.found.norm()) < 0.5 * float(off.whole.norm())
+def is_small(off: Off, share: float = 1e-6) -> bool:
+    return off.found is not None and off.whole is not None and float(off.found.norm()) < share * float(off.whole.norm())
 
 
 def near(value: float | None, n: int) -> bool:
@@ -562,14 +567,6 @@ def is_permuted(found: Tensor, whole: Tensor) -> bool:
 
 def ranks_of(off: Iterable[Off]) -> tuple[int, ...]:
     return tuple(sorted({o.rank for o in off}))
-
-
-def these(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def is_attention(name: str) -> bool:
-    return any(word in name.lower() for word in ("attn", "attention", "sdpa"))
 
 
 def is_router(name: str) -> bool:

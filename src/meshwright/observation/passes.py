@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .traces import Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of
 
-ROUNDING = {"float64": 1e-9, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
-"""Least relative error by dtype that is no rounding."""
+ROUNDING = {"float64": 1e-7, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Least relative error by dtype that is no rounding; traces hold float32."""
 ANOTHER = 0.2
 """Least relative error of an output that no rounding of 16 bits makes."""
 
@@ -66,7 +66,8 @@ class Passes:
         self.keys, self.whole_keys = row_keys(self.own), row_keys([self.whole])[0]
         self._follow_in_order()
         rows = rows_of(self.whole, 0, {}, {}, self.whole_keys)
-        self.reference: dict[Key, dict[str, Row]] = {key: told_apart(found) for key, found in rows.items()}
+        self.first = {key: {row.key: row for row in reversed(found)} for key, found in rows.items()}
+        self.reference = {key: told_apart(found, self.first[key]) for key, found in rows.items()}
         self.rows = [
             rows_of(one, rank, self.names[rank], self.lengths[rank], self.keys[rank])
             for rank, one in enumerate(self.own)
@@ -90,38 +91,26 @@ class Passes:
         theirs, mine = self.counts()
         shapes = {tuple(given["shape"][1:]) for _, given in origins(self.whole)}
         for rank, one in enumerate(self.own):
-            if not self._has_data(rank):
-                continue
-            for _, given in origins(one):
+            for _, given in origins(one) if self._has_data(rank) else ():
                 homeless = not all(row in self.lengths[rank] for row in given["rows"])
                 if tuple(given["shape"][1:]) not in shapes and homeless:
                     return None  # parts of rows that have no place in one process's
-        with_rows = [set(counts) for counts in mine if counts]
-        if not theirs or not with_rows:
+        if not theirs or not any(mine):
             return None
-        union = set().union(*with_rows)
+        union = set().union(*mine)
         lacking, strange = set(theirs) - union, union - set(theirs)
-        doubled, seen = [], []
-        for rank, counts in enumerate(mine):
-            if any(set(counts) & other and set(counts) != other for other in seen) or (
-                lacking and any(set(counts) == other for other in seen)
-            ):
-                doubled.append(rank)
-            seen.append(set(counts))
-        more = [
+        own = [set(counts) for counts in mine]
+        doubled = [
             rank
-            for rank, counts in enumerate(mine)
-            if any(n > theirs[row] for row, n in counts.items() if row in theirs)
+            for rank, rows in enumerate(own)
+            if any(lacking if rows == other else rows & other for other in own[:rank])
         ]
+        more = [rank for rank, counts in enumerate(mine) if (counts - theirs).keys() & theirs.keys()]
         absent = [rank for rank, one in enumerate(self.own) if not one["calls"]]
         if lacking or strange:
-            ranks = [rank for rank, counts in enumerate(mine) if set(counts) & strange] or doubled or absent
-            words = (
-                f"{len(lacking)} of {len(theirs)} rows are missing"
-                if lacking
-                else f"{len(strange)} rows are not of this step"
-            )
-            return Rows(tuple(ranks) or tuple(range(len(mine))), words)
+            ranks = [rank for rank, rows in enumerate(own) if rows & strange] or doubled or absent or range(len(mine))
+            missing = f"{len(lacking)} of {len(theirs)} rows are missing"
+            return Rows(tuple(ranks), missing if lacking else f"{len(strange)} rows are not of this step")
         if doubled or more:
             return Rows(tuple(doubled or more), "some rows are used more than once")
         return None
@@ -179,9 +168,8 @@ class Passes:
         seen = set()
         for target in step["targets"]:
             rows, flat = keys.get(target["call"]), target["flat"]
-            if not rows or len(flat) % len(rows) or len(flat) != torch.Size(target["shape"]).numel():
-                continue
-            if target["call"] in seen:  # a second loss of the same rows
+            is_second = target["call"] in seen  # a second loss of the same rows
+            if is_second or not rows or len(flat) % len(rows) or len(flat) != torch.Size(target["shape"]).numel():
                 continue
             seen.add(target["call"])
             yield from zip(rows, flat.reshape(len(rows), -1), strict=True)
@@ -261,17 +249,22 @@ class Passes:
 
     # --- outputs
 
-    def pairs(self, key: Key) -> list[Pair]:
+    def _shared(self, key: Key, at_first: bool = False) -> Iterator[tuple[int, Row, Row]]:
+        """Go through a rank's and one process's rows of an output; of rows given again take the first, or none."""
+        for rank, rows in enumerate(self.rows):
+            own = rows.get(key, []) if not self.is_another(rank, key[0]) else []
+            for row in own if not at_first else {row.key: row for row in reversed(own)}.values():
+                there = (self.first if at_first else self.reference)[key].get(row.key)
+                if there is not None:
+                    yield rank, row, there
+
+    def pairs(self, key: Key, at_first: bool = False) -> list[Pair]:
         """Pair the ranks' rows of an output with one process's, as far as they can be compared."""
         found = []
-        for rank, rows in enumerate(self.rows):
-            if self.is_another(rank, key[0]):
-                continue
-            for row in rows.get(key, ()):
-                there = self.reference[key].get(row.key)
-                if there is not None and (values := self._aligned(rank, key[0], row, there)) is not None:
-                    least = ROUNDING["bfloat16" if self.whole["short"] else there.dtype]
-                    found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least))
+        for rank, row, there in self._shared(key, at_first):
+            if (values := self._aligned(rank, key[0], row, there)) is not None:
+                least = ROUNDING["bfloat16" if self.whole["short"] else there.dtype]
+                found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least))
         return found
 
     def is_another(self, rank: int, name: str) -> bool:
@@ -282,10 +275,14 @@ class Passes:
 
     def is_table(self, name: str) -> bool:
         """Return whether a module's outputs have no row for each row of the data, such as a table of positions."""
-        return all(row == "table" for key, rows in self.reference.items() if key[0] == name for row in rows)
+        return all(row == "table" for key, rows in self.first.items() if key[0] == name for row in rows)
 
     def _aligned(self, rank: int, name: str, row: Row, there: Row) -> tuple[Tensor, Tensor] | None:
         mine, theirs = row.tokens, there.tokens
+        index = self.cut_outputs[rank].get(name)
+        is_whole = len(mine) == len(theirs) and (index is not None or row.features.shape == there.features.shape)
+        if row.at is not None and is_whole and int(row.at[-1] - row.at[0]) == len(row.at) - 1:
+            row = replace(row, at=None)  # the module gathers the whole row
         if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
             theirs = theirs[row.at]
         elif (
@@ -296,7 +293,6 @@ class Passes:
                 return row.features, there.features.view(-1, each)[row.at].flatten()
         if row.key == "table" and row.at is None and not self.is_table(name):
             return None
-        index = self.cut_outputs[rank].get(name)
         if index is not None and row.features.shape != there.features.shape:
             if row.at is not None or len(index) != len(row.features) or int(index.max()) >= len(there.features):
                 return None
@@ -309,27 +305,28 @@ class Passes:
             return mine, min(theirs.split(len(mine)), key=lambda chunk: relative(mine, chunk, 1e-6))
         return mine, theirs
 
-    @property
-    def cut_outputs(self) -> list[dict[str, Tensor]]:
-        """The features of which each rank has a part, by module."""
+    def _cut(self, dim: int) -> list[dict[str, Tensor]]:
         return [
             {
                 place.name.rpartition(".")[0]: place.index
                 for place in placed.values()
-                if place.index is not None and place.offset is None and place.dim == 0 and place.name.endswith("weight")
+                if place.index is not None
+                and place.dim == dim
+                and place.offset is None
+                and place.name.endswith("weight")
             }
             for placed in self.places
         ]
 
     @property
+    def cut_outputs(self) -> list[dict[str, Tensor]]:
+        """The features of which each rank has a part, by module."""
+        return self._cut(0)
+
+    @property
     def cut_inputs(self) -> set[str]:
         """The modules whose weight is cut along its inputs: ranks return parts of a sum."""
-        return {
-            place.name.rpartition(".")[0]
-            for placed in self.places
-            for place in placed.values()
-            if place.index is not None and place.dim == 1 and place.name.endswith("weight")
-        }
+        return set().union(*self._cut(1))
 
     def in_order(self) -> list[Key]:
         known = [key for key, rows in self.reference.items() if rows]
@@ -347,9 +344,7 @@ class Passes:
             return None
         for key, pairs in every.items():
             off = [pair for pair in pairs if pair.differs and (among is None or pair.error > ANOTHER)]
-            if among is not None and (key[0] not in among or key[0] in self.cut_inputs):
-                continue
-            if not off:
+            if not off or (among is not None and (key[0] not in among or key[0] in self.cut_inputs)):
                 continue
             if key[0] in self.cut_inputs:  # each rank's sum over its own features
                 if self.add_up(pairs):
@@ -360,6 +355,12 @@ class Passes:
                     continue
             return key[0], off, pairs
         return None
+
+    def begins_alike(self) -> bool:
+        """Return whether rows that a model is given again had the right outputs at first."""
+        again = any(len(self.reference[key]) < len(rows) for key, rows in self.first.items())
+        pairs = [pair for key in self.first for pair in self.pairs(key, at_first=True)]
+        return again and bool(pairs) and not any(pair.differs for pair in pairs)
 
     @staticmethod
     def add_up(pairs: list[Pair]) -> bool:
@@ -383,23 +384,14 @@ class Passes:
 
     def _returned(self, key: Key) -> list[Pair]:
         found = []
-        for rank, rows in enumerate(self.rows):
-            for row in rows.get(key, ()):
-                there = self.reference[key].get(row.key)
-                if (
-                    there is None
-                    or self.is_another(rank, key[0])
-                    or row.back_tokens is None
-                    or there.back_tokens is None
-                ):
-                    continue
-                mine, theirs = row.back_tokens, there.back_tokens
-                if row.features.shape != there.features.shape:
-                    continue
-                if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
-                    theirs = theirs[row.at]
-                if mine.shape == theirs.shape and float(theirs.norm()) > 0:
-                    found.append(Pair(rank, row.key, mine, theirs, (row.dtype, there.dtype)))
+        for rank, row, there in self._shared(key):
+            mine, theirs = row.back_tokens, there.back_tokens
+            if mine is None or theirs is None or row.features.shape != there.features.shape:
+                continue
+            if row.at is not None and len(mine) == len(row.at) and int(row.at.max()) < len(theirs):
+                theirs = theirs[row.at]
+            if mine.shape == theirs.shape and float(theirs.norm()) > 0:
+                found.append(Pair(rank, row.key, mine, theirs, (row.dtype, there.dtype)))
         return found
 
     def loss_scales(self) -> list[float | None]:
@@ -410,15 +402,10 @@ class Passes:
         return []
 
 
-def told_apart(rows: list[Row]) -> dict[str, Row]:
-    """Return rows by name, without those that a module was given again, beside something else."""
-    found: dict[str, Row] = {}
-    others = set()
-    for row in rows:
-        same = found.setdefault(row.key, row)
-        if same is not row and relative(row.features, same.features) > 1e-6:
-            others.add(row.key)
-    return {key: row for key, row in found.items() if key not in others}
+def told_apart(rows: list[Row], first: dict[str, Row]) -> dict[str, Row]:
+    """Return the first rows by name, without those that a module was given again, beside something else."""
+    others = {row.key for row in rows if relative(row.features, first[row.key].features) > 1e-6}
+    return {key: row for key, row in first.items() if key not in others}
 
 
 def module_names(places: dict[str, Place]) -> dict[str, str]:
@@ -441,3 +428,9 @@ def factor(found: Tensor, whole: Tensor, bound: float = 1e-3) -> float | None:
         return None
     value = float((found.double() * whole.double()).sum()) / size
     return value if value and relative(found, whole * value) < bound else None
+
+
+def is_one(factors: Iterable[float | None], bound: float = 1e-3) -> bool:
+    """Return whether there are factors, and all are the same."""
+    known = list(factors)
+    return bool(known) and None not in known and max(known) - min(known) < bound * abs(known[0])  # type: ignore[type-var, operator, arg-type]

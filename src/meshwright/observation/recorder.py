@@ -61,10 +61,10 @@ WRAPPERS = {
 def record(tensor: Any) -> dict[str, Any]:
     """Describe a parameter, its gradient or its state."""
     plain, offset, whole, kind = tensor.detach(), None, None, []
-    if hasattr(plain, "placements"):
+    if hasattr(plain, "placements") and not plain.is_complex():
         whole, kind = tuple(plain.shape), [str(p) for p in plain.placements]
         offset = _offset(plain)
-    if type(plain) is not Tensor or plain.layout != torch.strided:
+    if type(plain) is not Tensor or plain.layout != torch.strided or plain.is_complex():
         plain = local_of(plain).detach()
     is_float = plain.is_floating_point()
     if plain.is_quantized or not (is_float or plain.dtype in (torch.int64, torch.int32, torch.bool)):
@@ -194,7 +194,7 @@ class Recorder:
     # --- forward
 
     def entered(self, module: nn.Module, args: Any) -> None:
-        if self.closed or in_backward() or self.depth:
+        if self.closed or in_backward() or self.depth or in_transform():
             return
         if not self.stack:
             if torch.is_grad_enabled():
@@ -205,7 +205,7 @@ class Recorder:
         self.stack.append(id(module))
 
     def ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self.closed or in_backward() or self.depth:
+        if self.closed or in_backward() or self.depth or in_transform():
             return None
         if id(module) in self.stack:
             while self.stack.pop() != id(module):
@@ -361,7 +361,7 @@ class Recorder:
 
     def inside(self) -> bool:
         """Return whether a module's forward runs, for the first time or again in a backward."""
-        return not self.closed and not self.depth and (in_backward() or (bool(self.stack) and torch.is_grad_enabled()))
+        return not self.closed and not self.depth and torch.is_grad_enabled() and (in_backward() or bool(self.stack))
 
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
@@ -534,6 +534,11 @@ class _Returned:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func calls, whose tensors have no storage."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 MOST_TARGETS = 4096

@@ -84,9 +84,10 @@ def plain_of(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def local_of(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor, a sparse one's zeros included."""
+    """Return what this rank holds of a tensor, a sparse one's zeros included; a complex one as pairs of numbers."""
     found = tensor.to_local() if hasattr(tensor, "placements") else tensor
     found = found.wait() if hasattr(found, "wait") else found
+    found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
     return found if found.layout == torch.strided else found.to_dense()
 
 

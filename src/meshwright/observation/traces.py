@@ -79,10 +79,10 @@ class Run:
         Args:
             one: the trace of one process.
         """
-        rows = [_rows(step) for step in one["steps"]]
+        rows = [rows_given(step) for step in one["steps"]]
         ranks = []
         for trace in self.ranks:
-            own = [_rows(step) for step in trace["steps"]]
+            own = [rows_given(step) for step in trace["steps"]]
             spare = range(max(0, len(rows) - len(own)) + 1)
             late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
             ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
@@ -98,7 +98,7 @@ class Run:
         return steps[step] if step < len(steps) else NOTHING
 
 
-def _rows(step: dict[str, Any]) -> set[str]:
+def rows_given(step: dict[str, Any]) -> set[str]:
     return {row for call in step["calls"] for given in call["inputs"].values() for row in given["rows"]}
 
 
@@ -423,13 +423,8 @@ def _runs(ids: list[int], row: list[int]) -> Tensor | None:
     for size in (n, n // 2):
         if size < 2 or n % size:
             continue
-        starts = []
-        for begin in range(0, n, size):
-            run = ids[begin : begin + size]
-            at = [i for i in range(len(row) - size + 1) if row[i : i + size] == run]
-            if not at:
-                break
-            starts.append(at[0])
-        if len(starts) * size == n:
+        runs = [ids[begin : begin + size] for begin in range(0, n, size)]
+        starts = [next((i for i in range(len(row) - size + 1) if row[i : i + size] == run), -1) for run in runs]
+        if min(starts) >= 0:
             return torch.cat([torch.arange(start, start + size) for start in starts])
     return None
