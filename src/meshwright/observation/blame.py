@@ -318,9 +318,8 @@ class Blame:
             if entry is None or reference is None:
                 known, mine = entry or reference, own_part(entry, place) if entry else None
                 theirs = part(reference, place) if reference else None
-                if (
-                    known and known["norm"] > 1e-7 * total and (theirs is None or len(theirs))
-                ):  # the rank has some of it
+                has_some = theirs is None or len(theirs)
+                if has_some and known and known["norm"] > 1e-7 * total:
                     found.append(Off(place.name, rank, mine, theirs, float("inf"), place))
                 continue
             mine, theirs = own_part(entry, place), part(reference, place)

@@ -22,6 +22,7 @@ class Finding:
         verdict: "fault" or "sound".
         place: a module or parameter, as one process names it; ".+" where everything differs at once.
         step: the first step, 1 the first.
+        ranks: the ranks with the difference.
         words: the finding in a sentence.
         unknown: parameters that were not compared, since their place in one process's is unknown.
     """

@@ -343,8 +343,10 @@ class DryRun:
             step = self.step(model, microbatches)
             if self.copies_gradients:
                 keep_in_buckets(model.parts[0], microbatches, syncs=bool(self.plan.data.sync_grad_accum))
-            states = (MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER) * is_accelerator(asked.device)
-            in_host = states if asked.data.cpu_offload else states[2:] * asked.optimizer.in_host_memory
+            states = MemoryUse.PARAMETERS, MemoryUse.GRADIENTS, MemoryUse.OPTIMIZER
+            in_host = states if asked.data.cpu_offload else states[2:] if asked.optimizer.in_host_memory else ()
+            if not is_accelerator(asked.device):
+                in_host = ()
             account = MemoryAccount(model.parts, vocabulary, optimizer=optimizer, in_host=in_host)
             whole = whole_rows() if self.shown and brings_initialiser(model.parts[0]) else nullcontext()
             with _as_on(asked.device, account), account, whole:

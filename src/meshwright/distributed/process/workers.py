@@ -188,9 +188,7 @@ class WorkerPool:
                 os.kill(self._processes[rank].pid, signal.SIGQUIT)
             time.sleep(0.5)
             told = "".join(f"\nrank {rank}:\n{(self.folder / f'stacks{rank}').read_text()}" for rank in missing)
-            raise WorkerTimeout(
-                f"the job did not end within {timeout} s on ranks {missing}; all were stopped in:{told}"
-            )
+            raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}, and was stopped:{told}")
         return [results[rank] for rank in range(world)]
 
     def signal_all(self, number: int) -> None:
