@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.families import config_of
+from support.host_time import own_calls
 from support.ranks import ranks
 from support.states import DENSE
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -42,8 +43,10 @@ from meshwright.distributed import setup as floor
 from meshwright.distributed.mesh import build_mesh, data_position
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.workers import WorkerPool
 from meshwright.distributed.process.world import STORE
 from meshwright.distributed.setup import DEFAULT_BACKEND, begin_steps, choose_backend
+from meshwright.models.decoder import Decoder
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.build import plan as make_plan
 
@@ -481,3 +484,14 @@ def test_what_the_planning_rank_refuses_is_refused_on_all(spmd):
     (made, refusal, alike), *others = spmd(3, planned_job, 3)
     assert made == 1 and alike and "4 heads" in refusal
     assert others == [(0, refusal, True)] * 2
+
+
+def calls_of_parallelize() -> int:
+    return own_calls(lambda: parallelize(Decoder(DENSE), Layout(dp_shard=2, tp=2))).total()
+
+
+def test_a_start_grows_by_no_call():
+    """Calls of Python 3.11 without those of models, in processes that remember nothing; later ones make fewer."""
+    with WorkerPool(4, threads=1) as fresh:
+        first, *others = fresh.run(calls_of_parallelize, timeout=120)
+    assert first <= 32_500 and max(others) <= 5_500

@@ -88,7 +88,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "data": (16, 6600, 40),
     "distributed": (88, 21300, 108),
     "integrations": (9, 1750, 12),
-    "introspection": (37, 10270, 49),
+    "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
     "observation": (9, 2890, 44),
     "planning": (34, 8750, 44),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 
 @functools.lru_cache(2**14)
@@ -14,6 +14,7 @@ def clean(name: str) -> str:
     return inner.removeprefix("module.")
 
 
+@functools.lru_cache(2**14)
 def pattern(name: str) -> str:
     """Replace every index in a name by ``*``, which gives one name to the same parameter of all blocks."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
@@ -31,11 +32,10 @@ def is_within(name: str, module: str) -> bool:
     return module == "" or name == module or name.startswith(module + ".")
 
 
-def around(name: str) -> Iterator[str]:
-    """Yield ``name`` and the paths of the modules around it, innermost first, the root left out."""
-    while name:
-        yield name
-        name = owner(name)
+@functools.lru_cache(2**14)
+def around(name: str) -> tuple[str, ...]:
+    """List ``name`` and the paths of the modules around it, innermost first, the root left out."""
+    return (name, *around(owner(name))) if name else ()
 
 
 def selected(wildcard: str, names: Iterable[str]) -> list[str]:

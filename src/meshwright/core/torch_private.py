@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -211,24 +211,14 @@ def resetting(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def forward_hooks(
-    module: nn.Module,
-) -> tuple[MutableMapping[int, Callable[..., Any]], MutableMapping[int, Callable[..., Any]]]:
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
     """Return the mutable tables of a module's forward pre-hooks and hooks."""
-    return _table(module.register_forward_pre_hook), _table(module.register_forward_hook)
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks are registered around an optimizer's step."""
-    return bool(_table(optimizer.register_step_pre_hook) or _table(optimizer.register_step_post_hook))
-
-
-def _table(register: Callable[..., Any]) -> MutableMapping[int, Callable[..., Any]]:
-    """Return the table of hooks that a method registers in, which the handle of a hook refers to."""
-    handle = register(lambda *unused: None)
-    table = handle.hooks_dict_ref()
-    handle.remove()
-    return table
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 # --- the compiler

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from meshwright.core.errors import ConfigError, nearest
-from meshwright.core.names import clean, is_within, pattern, selected
+from meshwright.core.names import around, clean, is_within, pattern, selected
 from meshwright.core.record import recall, remember
 
 # --- describe a model that measurement cannot read, by the few facts that its code does not show
@@ -49,7 +49,7 @@ class Hints:
 
     def keeps_whole(self, path: str) -> bool:
         """Return whether the module at a path, or one around it, stays whole."""
-        return any(selected(text, around(path)) for text in self.whole)
+        return any(selected(text, ("", *around(path))) for text in self.whole)
 
 
 NONE = Hints()
@@ -96,12 +96,6 @@ class Hinted:
         if isinstance(made, nn.Module):
             give(made, self.hints)
         return made
-
-
-def around(path: str) -> list[str]:
-    """List the paths of the modules around a module, "" first, and its own."""
-    parts = path.split(".")
-    return ["", *(".".join(parts[: place + 1]) for place in range(len(parts)))]
 
 
 # --- find a model's repeated blocks from its structure alone

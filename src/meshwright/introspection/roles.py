@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.dtypes import torch_dtype
-from meshwright.core.names import clean, is_within, owner, pattern
+from meshwright.core.names import around, clean, is_within, owner, pattern
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.blocks import CONTAINERS, around, repeated_blocks
+from meshwright.introspection.blocks import CONTAINERS, repeated_blocks
 from meshwright.introspection.calls import watching
 from meshwright.introspection.module_kinds import module_kinds
 from meshwright.introspection.small.copies import copy_of
@@ -175,7 +175,7 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
             return len(shape) == 3
         is_router = any(
             shape[0] == experts and not is_within(path, place)
-            for outer in around(path)
+            for outer in ("", *around(path))
             for place, experts in experts_in.get(outer, ())
         )
         # a module that stands at several places has its kind at the first of them

@@ -72,7 +72,9 @@ class FlexCalls(SdpaCalls):
             if func == Tensor.requires_grad.__get__ and is_asked_by_flex(sys._getframe(1)):  # type: ignore[attr-defined]
                 _stance.take()
                 return False  # torch's own kernel has no backward on a CPU, and is not called
-        return super().__torch_function__(func, types, args, kwargs)
+        if func is F.scaled_dot_product_attention:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class _Stance:

@@ -212,14 +212,22 @@ class HeldRandomness(EagerDispatchMode):
         self.decides, self.sizes, self._signs = False, list[tuple](), dict[int, int]()
         self._numbers: dict[int, float] = {}  # that truths compare, by the truth's storage
         self._times: dict[tuple, int] = {}
-        self._held: list[Tensor] = []  # else freed memory could become another tensor's
+        self._held = dict[int, Any]()  # storages: freed memory could become another tensor's
         self._by_tokens, self._by_draws = set[int](), set[int]()
-        self._note(tokens, self._by_tokens)
+        self._note(tokens, by_tokens=True)
 
-    def _note(self, tensor: Tensor, dependent: set[int]) -> None:
-        if not tensor.is_sparse:
-            self._held.append(tensor.detach())
-            dependent.add(id(tensor.untyped_storage()))
+    def _note(self, value: Any, by_tokens: bool, by_draws: bool = False, sign: int = 0) -> None:
+        """Note what the tensors of a result depend on."""
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            for leaf in part if isinstance(part, (tuple, list)) else (part,):
+                if isinstance(leaf, Tensor) and not leaf.is_sparse:
+                    storage = leaf.untyped_storage()
+                    key = id(storage)
+                    self._held[key], self._signs[key] = storage, sign
+                    if by_tokens:
+                        self._by_tokens.add(key)
+                    if by_draws:
+                        self._by_draws.add(key)
 
     def note_size(self, value: Any) -> None:
         """Note that Python has all values of a tensor, if they depend on tokens."""
@@ -233,20 +241,23 @@ class HeldRandomness(EagerDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        storages, signs = list[int](), list[int]()  # of all tensors given; few calls, since this runs at each operator
+        for value in (*args, *kwargs.values()):
+            for leaf in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(leaf, Tensor):
+                    storages.append(0 if leaf.is_sparse else id(leaf.untyped_storage()))
+                    signs.append(self._signs.get(storages[-1], 0))
         draws, name = _draws(func), func.overloadpacket.__name__
         tossed = draws and name.startswith(("rand", "uniform", "bernoulli", "normal"))  # others are turned as data are
-        storages = {id(t.untyped_storage()) for t in given if not t.is_sparse}
-        by_tokens = bool(storages & self._by_tokens) or (draws and not tossed)
-        by_draws = tossed or bool(storages & self._by_draws)
+        by_tokens = (draws and not tossed) or not self._by_tokens.isdisjoint(storages)
+        by_draws = tossed or not self._by_draws.isdisjoint(storages)
         depends = by_tokens or by_draws
         out = func(*args, **kwargs)
-        signs = [0 if t.is_sparse else self._signs.get(id(t.untyped_storage()), 0) for t in given]
-        sign = _sign(name, signs, args)
-        if name in COMPARISONS and by_tokens and isinstance(out, Tensor) and given[0].numel() == 1:
-            self._numbers[id(out.untyped_storage())] = float(given[0])
+        sign = _sign(name, signs, args) if depends and (name in SIGNED or any(signs)) else 0
+        if name in COMPARISONS and by_tokens and isinstance(out, Tensor) and args[0].numel() == 1:
+            self._numbers[id(out.untyped_storage())] = float(args[0])
         if name in READING:
-            self._sign, self._number = sign, self._numbers.get(id(given[0].untyped_storage())) if given else None
+            self._sign, self._number = sign, self._numbers.get(storages[0]) if storages else None
             self.tosses = self.tosses or (by_draws and not by_tokens and self.within[-1] not in self.stacks)
             return self._read(out) if by_tokens else out
         if depends and torch.Tag.dynamic_output_shape in func.tags and self.within[-1] not in self.stacks:
@@ -254,12 +265,8 @@ class HeldRandomness(EagerDispatchMode):
             self.sizes += [(*model_line(), self.within[-1])] * by_tokens
         if draws:
             out = _still(func, args, out, self.level)
-        for leaf in tree_leaves(out) if depends else ():
-            for dependent, is_so in ((self._by_tokens, by_tokens), (self._by_draws, by_draws)):
-                if is_so and isinstance(leaf, Tensor):
-                    self._note(leaf, dependent)
-                    if not leaf.is_sparse:
-                        self._signs[id(leaf.untyped_storage())] = sign
+        if depends:
+            self._note(out, by_tokens, by_draws, sign)
         return out
 
     def _read(self, value: Any) -> Any:
@@ -283,26 +290,12 @@ def inverted(value: Any) -> Any:
 RAISED = ("any", "max", "amax", "count_nonzero", "sum", "linalg_vector_norm", "norm", "logical_or")
 LOWERED = ("all", "min", "amin", "equal", "logical_and")
 """Reductions that further rows can only raise, or lower; sums are those of counts."""
-TURNED = ("neg", "logical_not", "bitwise_not", "lt", "le", "eq")
-KEPT = (
-    "_to_copy",
-    "alias",
-    "clone",
-    "detach",
-    "ge",
-    "gt",
-    "ne",
-    "select",
-    "sqrt",
-    "squeeze",
-    "unsqueeze",
-    "view",
-    *READING,
-)
-"""Operators whose result goes the other way, or the same way, as their tensor; eq and ne of counts, with 0."""
-
-
+SIGNED = {*RAISED, *LOWERED, "mean"}
+"""Operators whose result may have a sign though their tensors have none."""
+KEPT = {*READING, "_to_copy", "alias", "clone", "detach", "select", "sqrt", "squeeze", "unsqueeze", "view"}
+TURNED = {"neg", "logical_not", "bitwise_not"}
 COMPARISONS = {"gt": 1, "ge": 1, "ne": 1, "lt": -1, "le": -1, "eq": -1}
+"""Operators whose result goes the same way, or the other way, as their tensor; eq and ne of counts, with 0."""
 SHARE = 2
 """The sign of a share, as of the tokens that are chosen: never negative, and further rows make no positive one zero."""
 
@@ -318,7 +311,7 @@ def _sign(name: str, given: list[int], args: Sequence[Any]) -> int:
     if name in RAISED or name in LOWERED:
         return 1 if name in RAISED else -1
     first, *others = given or [0]
-    return 0 if any(others) or not (name in KEPT or name in TURNED) else -first if name in TURNED else first
+    return 0 if any(others) else first * COMPARISONS.get(name, (name in KEPT) - (name in TURNED))
 
 
 class _Lists(TorchFunctionMode):
@@ -404,7 +397,7 @@ class Decisions(HeldRandomness):
     ):
         super().__init__(given[0], stacks=("apart",))
         for tensor in given[1:]:
-            self._note(tensor, self._by_tokens)
+            self._note(tensor, by_tokens=True)
         self.seen, self.inverted, self._hooks = dict[Line, list[Any]](), inverted, ExitStack()
         self.compared = set[int]()
         apart = {*apart, *(clean(path) for path in find_stacks(model))}

@@ -61,8 +61,8 @@ def codes_in(block: nn.Module) -> tuple[tuple[str, int, Any], ...]:
     """List replaced forwards (0), hooks in front (1) and hooks behind (2), as (path, number, code)."""
     found: list[tuple[str, int, Any]] = []
     for path, module in block.named_modules():
-        called = (vars(module).get("forward"),), *(hooks.values() for hooks in forward_hooks(module))
-        for place, functions in enumerate(called):
+        before, behind = forward_hooks(module)
+        for place, functions in enumerate(((vars(module).get("forward"),), before.values(), behind.values())):
             for function in functions:
                 while isinstance(function, functools.partial):
                     function = function.func

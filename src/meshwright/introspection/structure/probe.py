@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ class Probe:
         self.linears = {path: way for path, way in ways.items() if path not in self.beside}
         self.calls = self.calls | {host: self.calls[found.around] for host, found in self.adapted.items()}
 
-    @property
+    @cached_property
     def call(self) -> Call:
         return self.calls[""][0]
 

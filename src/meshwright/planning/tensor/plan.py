@@ -143,7 +143,7 @@ class TensorPlan:
 
     def _around(self, name: str) -> tuple[BlocksPlan | None, str]:
         """Return the block that a parameter is in, after its kind; (None, "") if it is in none."""
-        block = next((path for path in around(name) if path in self._kinds), "")
+        block = next(filter(self._kinds.__contains__, around(name)), "")
         return self._kinds.get(block), block
 
     def for_sample(self, sample: Sample, model: nn.Module) -> TensorPlan:
