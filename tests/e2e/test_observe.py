@@ -286,3 +286,62 @@ def test_compiled_graphs_are_the_same_training_cut_or_whole(flags: list[str], tm
     assert done.returncode == 0 and "dropout: 1" in done.stdout, done.stdout + done.stderr  # after the steps, too
     found = blame(tmp_path / "one", tmp_path / "many")
     assert found["verdict"] == "sound" and ("graphs were cut at modules" in found["words"]) == (not flags)
+
+
+SWITCHED = """
+import sys, torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+fault = sys.argv[1] if len(sys.argv) > 1 else ""
+calls = [0]
+class Core(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(8, 8)
+    def forward(self, x):
+        x = self.mix(x)
+        if fault == "compile" and torch.compiler.is_compiling():
+            x = x * 1.25
+        if fault == "recompute":
+            calls[0] += 1
+            x = x * (1 + 0.125 * calls[0])
+        if fault == "dtype":
+            x = (x * 8).round() / 8 if x.dtype == torch.float32 else x
+        q = x.view(4, 4, 2, 4).transpose(1, 2)
+        fused = fault == "fused" and torch.backends.cuda.flash_sdp_enabled()
+        return F.scaled_dot_product_attention(q, q, q, scale=0.1 if fused else 0.5).transpose(1, 2).reshape(4, 4, 8)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.core, self.head = torch.nn.Linear(8, 8), Core(), torch.nn.Linear(8, 4)
+    def forward(self, x):
+        x = self.inner(x) * (2 if fault == "inputs" else 1)
+        x = checkpoint(self.core, x, use_reentrant=False) if fault == "recompute" else self.core(x)
+        return self.head(x)
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, labels = torch.randn(4, 4, 8), torch.arange(16) % 4
+if fault == "compile":
+    model.core.compile(backend="eager")
+for step in range(3):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x).flatten(0, 1), labels).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("switched") / "one"
+    observe(folder, [sys.executable, "-c", SWITCHED])
+    return folder
+
+
+@pytest.mark.first("fused")
+@pytest.mark.parametrize("fault", ["compile", "recompute", "fused", "dtype", "inputs"])
+def test_a_module_that_runs_again_says_which_switch_makes_the_difference(fault: str, switched: Path, tmp_path: Path):
+    observe(tmp_path / "many", [sys.executable, "-c", SWITCHED, fault])
+    found = blame(switched, tmp_path / "many", "--bisect", "compile,recompute,fused,dtype")
+    assert found["verdict"] == "fault" and found["place"] == ("core.mix" if fault == "inputs" else "core"), found
+    assert found["switch"] == ("" if fault == "inputs" else fault), found

@@ -82,7 +82,7 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (18, 4910, 21),
-    "cli": (20, 2380, 16),
+    "cli": (20, 2458, 16),
     "comparison": (4, 790, 0),
     "core": (19, 3190, 5),
     "data": (16, 6600, 40),
@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
-    "observation": (9, 2890, 44),
+    "observation": (10, 2999, 44),
     "planning": (34, 8750, 44),
     "simulation": (13, 4380, 26),
     "training": (41, 10830, 46),

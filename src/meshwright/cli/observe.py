@@ -36,6 +36,9 @@ class ObserveOptions:
     rounding goes. The script runs twice, this run first and without its output."""
     parameters_alone: bool = False
     """Record parameters, gradients and states, but no rows and no outputs of modules: faster, and less is said."""
+    again: str = ""
+    """Modules, with commas between, that run again in each step, in float64 and with switches off: 'meshwright blame
+    --bisect' asks for it."""
     stop: bool = False
     """End each process after these steps; without it the command runs to its end."""
 
@@ -72,6 +75,8 @@ def run(argv: list[str]) -> int:
         "modules": not options.parameters_alone,
         "noisy": str(noisy[0]) if noisy else None,
         "stop": options.stop,
+        "again": [name for name in options.again.split(",") if name],
+        "command": command,
     }
     path = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"MESHWRIGHT_OBSERVE": json.dumps(settings), "PYTHONPATH": path}

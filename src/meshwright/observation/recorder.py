@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.observation.patches import ATTENTION, DRAWS, DROPOUTS, after, before, instead, note_compilation
+from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
     checksum,
     first_tensor,
     hashes,
     ids_of,
     local_of,
+    makes_states,
     marginals,
     name_of,
     names_in,
@@ -40,7 +42,7 @@ from meshwright.observation.sketches import (
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 5"
+FORMAT = "meshwright trace 6"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
@@ -156,13 +158,14 @@ class Recorder:
 
     Args:
         settings: ``folder``, ``steps``, ``modules`` (whether outputs are recorded), ``noise`` (None, or a seed:
-            outputs of modules are changed by as much as their dtype rounds), ``stop`` (end the script after the steps).
+            outputs of modules are changed by as much as their dtype rounds), ``stop`` (end the script after the steps),
+            ``again`` (modules that run again in other ways), ``command`` (the script's).
     """
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.n_steps = settings, settings.get("steps", 3)
         self.n_done = 0
-        self.now = self._new()
+        self.now = self.new()
         self.stack: list[int] = []
         self.returned = 0
         self.held: dict[int, tuple[Any, list[Piece]]] = {}
@@ -186,10 +189,10 @@ class Recorder:
         self.compiles = self.cuts = False
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
-    def _new(self) -> dict[str, Any]:
+    def new(self) -> dict[str, Any]:
         lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")
         maps = ("gradients", "before", "after", "state", "rates")
-        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False}
+        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "again": {}}
 
     # --- forward
 
@@ -388,7 +391,7 @@ class Recorder:
         """Close the step whose optimizers have all stepped, and note what the next one begins with."""
         left = self.write_left()
         self.n_done += 1
-        self.now, self.stepped, self.roots = self._new(), set(), {}
+        self.now, self.stepped, self.roots = self.new(), set(), {}
         self.now["before"] = left
         if self.n_done >= self.n_steps:
             self.closed = True
@@ -427,7 +430,7 @@ class Recorder:
         """Name a model; a second one that is in use at the same time gets a prefix, a successor the same names."""
         found: dict[int, tuple[Any, list[Piece]]] = {}
         modules: dict[int, str] = {}
-        self._walk(top, "", found, modules)
+        self.walk(top, "", found, modules)
         new = {key: value for key, value in found.items() if key not in self.held}
         rivals = {self.named[p.name] for _, pieces in new.values() for p in pieces if p.name in self.named}
         busy = {id(p) for root in self.roots.values() for p in root.parameters()}
@@ -451,9 +454,10 @@ class Recorder:
             self.held[key], self.homes[key] = (tensor, pieces), id(top)
             self.named |= {piece.name: key for piece in pieces}
 
-    def _walk(
+    def walk(
         self, module: nn.Module, path: str, found: dict[int, tuple[Any, list[Piece]]], modules: dict[int, str]
     ) -> None:
+        """Collect the parameters in a module, and the names of modules, free of wrappers."""
         modules.setdefault(id(module), path.rstrip("."))
         found |= {key: value for key, value in pieces_of(module, path).items() if key not in found}
         for key, parameter in module._parameters.items():
@@ -461,7 +465,7 @@ class Recorder:
                 found[id(parameter)] = parameter, [Piece(path + key)]
         for key, child in module._modules.items():
             if child is not None:
-                self._walk(child, path if key in _hidden(module) else f"{path}{key}.", found, modules)
+                self.walk(child, path if key in _hidden(module) else f"{path}{key}.", found, modules)
 
     # --- write
 
@@ -483,7 +487,7 @@ class Recorder:
             "draws": [named(draw) for draw in self.now["draws"]],
         }
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
-        content |= {"time": time.time(), "others": self.others, "step": step}
+        content |= {"time": time.time(), "others": self.others, "step": step, "command": self.settings.get("command")}
         content |= {"cut": self.cuts and self.settings.get("modules", True)}
         os.makedirs(self.settings["folder"], exist_ok=True)
         path = os.path.join(self.settings["folder"], f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}.pt")
@@ -510,13 +514,6 @@ class Recorder:
 
 def _hidden(module: nn.Module) -> tuple[str, ...]:
     return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
-
-
-def makes_states(optimizer: Any) -> bool:
-    """Return whether a step has no rate and no gradients: what torch does to have a state to load into."""
-    rates = [float(group.get("lr", 1)) for group in optimizer.param_groups]
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
 
 
 class _Returned:
@@ -565,8 +562,10 @@ def install() -> None:
 
     note_compilation(recorder, cuts)
 
-    nn.modules.module.register_module_forward_pre_hook(quiet(recorder.entered))
-    nn.modules.module.register_module_forward_hook(quiet(recorder.ended), with_kwargs=True)
+    watchers = [recorder, Reruns(again, recorder)] if (again := recorder.settings.get("again")) else [recorder]
+    for watcher in watchers:
+        nn.modules.module.register_module_forward_pre_hook(quiet(watcher.entered))
+        nn.modules.module.register_module_forward_hook(quiet(watcher.ended), with_kwargs=True)
     register_optimizer_step_pre_hook(apart(recorder.before_step))
     register_optimizer_step_post_hook(apart(recorder.after_step))
     functional = torch.nn.functional
@@ -592,8 +591,8 @@ def install() -> None:
         after(kind, "state_dict", quiet(partial(recorder.kept, "taken", "names")))
     atexit.register(recorder.at_exit)
 
-    def forked() -> None:
+    def forked() -> None:  # a child of a process that trains is no rank
         recorder.began = time.time()
         recorder.closed = recorder.closed or recorder.n_done > 0 or bool(recorder.now["after"])
 
-    os.register_at_fork(after_in_child=forked)  # a child of a process that trains is no rank
+    os.register_at_fork(after_in_child=forked)

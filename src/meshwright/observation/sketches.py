@@ -167,6 +167,13 @@ def first_tensor(value: Any) -> Tensor | None:
     return None
 
 
+def makes_states(optimizer: Any) -> bool:
+    """Return whether a step has no rate and no gradients: what torch does to have a state to load into."""
+    rates = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
+
+
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
     """Collect the tensors that a call was given, with names for their places."""
     if isinstance(value, Tensor):

@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 5"
+FORMAT = "meshwright trace 6"
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
 
@@ -23,6 +23,7 @@ NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")},
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
+    "again": {},
 }
 """The step of a rank that took none."""
 
@@ -68,7 +69,7 @@ class Run:
             raise ConfigError(f"{folder} holds traces of {len(ranks)} of {world} ranks; the others never stepped")
         found = [
             {"rank": rank, "steps": [entry["step"] for entry in entries]}
-            | {key: entries[-1].get(key) for key in ("others", "cut")}
+            | {key: entries[-1].get(key) for key in ("others", "cut", "command")}
             for rank, entries in sorted(ranks.items())
         ]
         return cls(Path(folder), found)
