@@ -75,7 +75,8 @@ def states(folder: str) -> dict[str, list[torch.Tensor]]:
     for file in sorted(Path(folder).glob("rank*.pt")):
         for name, value in torch.load(file).items():
             if isinstance(value, torch.Tensor):
-                found.setdefault(name, []).append(value.double())
+                numbers = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+                found.setdefault(name, []).append(numbers.double())
             else:
                 pieces.setdefault((name, value[1], value[3]), {}).setdefault(value[2], []).append(value[0].double())
     for (name, dim, count), held in pieces.items():

@@ -128,7 +128,12 @@ class Blame:
                 names = {place.name for rank in alone for place in self.places[rank].values()}
                 why = "it is updated, and others leave the update out"
                 return Diagnosis(self.base, self.many, self.places, step).of_missing(names, alone, why)
-            left = [self._parameters(stage, step) for stage in ("after", "left")]
+            steps = [len(trace["steps"]) for trace in self.many.ranks]
+            leaves = [
+                step + 1 == n < max(steps) for n in steps
+            ]  # weights that such ranks are given later are no step's
+            off = (self._parameters(stage, step) for stage in ("after", "left"))
+            left = [[o for o in found if not leaves[o.rank]] for found in off]
             gradients = self._gradients(step)
             moved = self._between(step) if step and (gradients or left[0]) else []
             if moved:  # without a difference in the step it was noted earlier or later, no more

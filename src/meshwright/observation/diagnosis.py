@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .passes import Pair, Passes, factor, is_one
-from .traces import Place, Run, own_part, part, relative, vector
+from .traces import Place, Run, own_part, part, relative, rows_given, vector
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class Diagnosis:
     def place(self, gradients: list[Off], after: list[Off]) -> Finding:
         """Find where in the step the difference of gradients, or of parameters after it, arises."""
         if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
+            if early := self._early():
+                return self.finding(".+", early, "stale value", "rows went forward before the last update")
             return self.finding(".+", rows.ranks, "wrong rows", rows.words)
         if gradients:
             if (buffer := self._buffer()) is not None:
@@ -91,6 +93,14 @@ class Diagnosis:
         on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {on}{': ' * bool(why)}{why}"
         return Finding("fault", place, self.number + 1, ranks, kind, words)
+
+    def _early(self) -> list[int]:
+        """List the ranks that gave this step's missing rows to the model in the last step."""
+        theirs, mine = self.passes.counts()
+        lacking, number = set(theirs).difference(*mine), self.number - 1
+        last = [rows_given(self.many.step(rank, number)) for rank in range(self.n) if lacking and self.number]
+        is_so = last and lacking <= set().union(*last) - rows_given(self.base["steps"][number])
+        return [rank for rank, rows in enumerate(last) if is_so and rows & lacking]
 
     # --- before the step
 
@@ -288,6 +298,8 @@ class Diagnosis:
             and len(ranks) == self.n
         ):
             kind, why = "dead path", "most of its gradient lacks"
+        if kind == "tie broken" and (tied := self._copies_of_one(finite)):
+            place = tied[0]
         error = max(o.error for o in off)
         return self.finding(place, ranks, kind, why, f"gradients differ ({error:.1e})")
 
@@ -321,8 +333,8 @@ class Diagnosis:
             by_rank = [[f for (rank, _), f in factors.items() if rank == own] for own in ranks]
             if (everywhere or self._is_clipped()) and all(is_one(fs, 2 * self.bound) for fs in by_rank):
                 return "missing reduction", "each rank scales by a number of its own", ranks
-        if (tied := self._copies_of_one(finite)) is not None:
-            return "tie broken", f"{tied} are one parameter in one process", ranks
+        if tied := self._copies_of_one(finite):
+            return "tie broken", f"{tied[1]} are one parameter in one process", ranks
         if self.number and any(self._stale(o, last) for o in finite):
             return "stale value", "the last step's is in it", ranks
         if (word := self._unreduced(finite)) is not None:
@@ -377,7 +389,13 @@ class Diagnosis:
 
     def _unchanged(self, off: Off) -> bool:
         own, name = self.own[off.rank], self._own_name(off)
-        return name in own["after"] and relative(vector(own["after"][name]), vector(own["before"][name])) < 1e-9
+        after = own["left"].get(name) or own["after"].get(name)
+        return after is not None and relative(vector(after), vector(own["before"][name])) < 1e-9
+
+    def _is_shorter(self, off: Off) -> bool:
+        """Return whether a parameter's numbers are those of 16 bits, and one process's are not."""
+        own, whole = self.own[off.rank]["left"].get(self._own_name(off)), self.whole["left"].get(off.name)
+        return bool(own and whole and own["fits"] and not whole["fits"])
 
     def _stale(self, off: Off, last: dict[str, Any]) -> bool:
         entry = last.get(off.name)
@@ -429,8 +447,8 @@ class Diagnosis:
             return "wrong group", "groups of ranks have their own parts of the sum"
         return None
 
-    def _copies_of_one(self, off: Sequence[Off]) -> str | None:
-        """Name two parameters of a rank that are one in one process, if that has another gradient."""
+    def _copies_of_one(self, off: Sequence[Off]) -> tuple[str, str] | None:
+        """Name a parameter of one process that is two on a rank, and those, if its gradient is another."""
         names = {o.name for o in off}
         for own, placed in zip(self.own, self.places, strict=True):
             homes: dict[Any, str] = {}
@@ -438,7 +456,7 @@ class Diagnosis:
                 if place.name in names and own["gradients"].get(name) is not None:
                     other = homes.setdefault((place.name, place.key), name)
                     if other != name:
-                        return f"{other} and {name}"
+                        return place.name, f"{other} and {name}"
         return None
 
     def _of_another(self, off: Sequence[Off]) -> str | None:
@@ -460,6 +478,8 @@ class Diagnosis:
         place = ".+" if everywhere else names[-1]
         if all(self._unchanged(o) for o in off):
             return self.finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
+        holders = [o for o in off if self.own[o.rank]["state"].get(self._own_name(o))]
+        ranks = ranks_of(holders or off)  # of the others, some only receive what these have updated
         resumed = any(self.resumed(rank) for rank in ranks)
         rates, alike = self.rates(ranks)
         if rates and alike:  # those of one group, however many they are
@@ -482,9 +502,10 @@ class Diagnosis:
             if any(s[1] for s in states):
                 kind = "rounding/dtype"
             why = f"its {states[0][0]} differs"
+        elif all(map(self._is_shorter, off)):
+            kind, why = "rounding/dtype", "its numbers are those of 16 bits"
         elif len(ranks) < self.n or self._replicas_differ(off):
-            by_hand = not any(self.own[ranks[0]]["rates"].values())
-            is_stale = len(ranks) < self.n and not by_hand
+            is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
         elif not all(
             factor(o.found - b, o.whole - b, 5e-2)  # type: ignore[operator]

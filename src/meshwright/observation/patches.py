@@ -31,14 +31,13 @@ def before(home: Any, name: str, note: Any) -> None:
 
 
 def after(home: Any, name: str, note: Any) -> None:
-    """Have a method of torch note its result."""
+    """Have a function of torch note its result, with its arguments."""
     plain = getattr(home, name)
 
     @wraps(plain)
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = plain(self, *args, **kwargs)
-        if not args and kwargs.get("destination") is None:
-            note(found)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        note(found, *args, **kwargs)
         return found
 
     setattr(home, name, noted)

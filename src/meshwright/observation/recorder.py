@@ -29,6 +29,7 @@ from meshwright.observation.sketches import (
     checksum,
     first_tensor,
     hashes,
+    hidden,
     ids_of,
     local_of,
     makes_states,
@@ -46,18 +47,6 @@ FORMAT = "meshwright trace 6"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
-WRAPPERS = {
-    "DistributedDataParallel": ("module",),
-    "DataParallel": ("module",),
-    "FullyShardedDataParallel": ("_fsdp_wrapped_module", "module"),
-    "OptimizedModule": ("_orig_mod",),
-    "ActivationWrapper": ("_checkpoint_wrapped_module",),
-    "_FabricModule": ("_forward_module", "_original_module"),
-    "DeepSpeedEngine": ("module",),
-    "PeftModel": ("base_model",),
-    "LoraModel": ("model",),
-}
-"""Class name of a wrapper -> the attributes under which it holds what it wraps."""
 
 
 def record(tensor: Any) -> dict[str, Any]:
@@ -305,7 +294,8 @@ class Recorder:
                     gradient = copied  # it is zeroed for the next step already
                 if gradient is not None:
                     self.now["gradients"][name] = piece.record(gradient)
-                self.now["rates"][name] = {}
+                if gradient is not None or now[name] is not before.get(name):  # else another stage's
+                    self.now["rates"][name] = {}
             self.now["after"], self.stepped, self.arrived = now, {id(self)}, {}
             if module is not None:
                 self.finish_step()
@@ -322,6 +312,13 @@ class Recorder:
     def _arrive(self, parameter: Tensor) -> None:
         gradient = parameter.grad  # None where another hook has moved it elsewhere
         self.arrived[id(parameter)] = gradient, None if gradient is None else gradient.detach().clone()
+
+    def gave(self, found: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Note gradients that torch.autograd.grad returns, added up until a step."""
+        for parameter, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=False):
+            if id(parameter) in self.held and gradient is not None and not (self.closed or in_transform()):
+                total = gradient.detach() + self.arrived.get(id(parameter), (0, None))[0]
+                self.arrived[id(parameter)] = total, total
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.depth -= 1
@@ -377,7 +374,7 @@ class Recorder:
 
     def kept(self, norms: str, names: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the norms of the tensors, and the names, in what is written to a file or taken as a state."""
-        if not self.closed and not self.depth:
+        if not self.closed and not self.depth and kwargs.get("destination") is None:
             tensors = tensors_by_name(value, "").values()
             found = [float(local_of(t).double().norm()) for t in tensors if not t.is_meta and t.numel()]
             self.now[norms] = [*self.now[norms], *found][-MOST_TARGETS:]
@@ -436,7 +433,7 @@ class Recorder:
         busy = {id(p) for root in self.roots.values() for p in root.parameters()}
         if rivals & busy:
             inner = top
-            while (key := next((k for k in _hidden(inner) if k in inner._modules), None)) is not None:
+            while (key := next((k for k in hidden(inner) if k in inner._modules), None)) is not None:
                 inner = inner.get_submodule(key)
             prefix = f"{type(inner).__name__}."
             self.others.append(prefix.rstrip("."))
@@ -465,7 +462,7 @@ class Recorder:
                 found[id(parameter)] = parameter, [Piece(path + key)]
         for key, child in module._modules.items():
             if child is not None:
-                self.walk(child, path if key in _hidden(module) else f"{path}{key}.", found, modules)
+                self.walk(child, path if key in hidden(module) else f"{path}{key}.", found, modules)
 
     # --- write
 
@@ -510,10 +507,6 @@ class Recorder:
             self.find_step()
         if not self.closed and self.now["after"]:
             self.write_left()
-
-
-def _hidden(module: nn.Module) -> tuple[str, ...]:
-    return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
 
 
 class _Returned:
@@ -586,7 +579,8 @@ def install() -> None:
         instead(torch, name, recorder)
     before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
     before(torch, "load", quiet(recorder.loaded))
-    for kind in (nn.Module, torch.optim.Optimizer):
+    after(torch.autograd, "grad", quiet(recorder.gave))
+    for kind in (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
         before(kind, "load_state_dict", quiet(recorder.loaded))
         after(kind, "state_dict", quiet(partial(recorder.kept, "taken", "names")))
     atexit.register(recorder.at_exit)

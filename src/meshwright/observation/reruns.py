@@ -45,7 +45,7 @@ class Reruns:
         recorder.now = recorder.new() | {"again": dict.fromkeys(self.asked)}  # none is due
         recorder.stack.append(id(self))  # and none is outermost
         try:
-            kept["again"][name] = self._errors(module, args, kwargs, output, draws)
+            kept["again"][name] = self.errors(module, args, kwargs, output, draws)
         except Exception as error:  # noqa: BLE001 - whatever the script's code raises
             kept["again"][name] = {"problem": f"{type(error).__name__}: {error}"}
         finally:
@@ -53,7 +53,7 @@ class Reruns:
             recorder.stack.pop()
             recorder.now = kept
 
-    def _errors(self, module: nn.Module, args: Any, kwargs: Any, output: Any, draws: Tensor) -> dict[str, float]:
+    def errors(self, module: nn.Module, args: Any, kwargs: Any, output: Any, draws: Tensor) -> dict[str, float]:
         """Return how far each way of running is from float64, relative to its norm."""
 
         def run(cast: Callable[[Tensor], Tensor], plain: bool) -> Tensor:

@@ -27,6 +27,19 @@ RUN = 1 << 16
 SMALL = 1 << 15
 """Numbers of a tensor that is added up in float64, at most."""
 
+WRAPPERS = {
+    "DistributedDataParallel": ("module",),
+    "DataParallel": ("module",),
+    "FullyShardedDataParallel": ("_fsdp_wrapped_module", "module"),
+    "OptimizedModule": ("_orig_mod",),
+    "ActivationWrapper": ("_checkpoint_wrapped_module",),
+    "_FabricModule": ("_forward_module", "_original_module"),
+    "DeepSpeedEngine": ("module",),
+    "PeftModel": ("base_model",),
+    "LoraModel": ("model",),
+}
+"""Class name of a wrapper -> the attributes under which it holds what it wraps."""
+
 
 @lru_cache(maxsize=512)
 def signs(n: int, role: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -165,6 +178,11 @@ def first_tensor(value: Any) -> Tensor | None:
             if (found := first_tensor(item)) is not None:
                 return found
     return None
+
+
+def hidden(module: Any) -> tuple[str, ...]:
+    """Name the attributes under which a wrapper holds what it wraps."""
+    return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
 
 
 def makes_states(optimizer: Any) -> bool:
