@@ -345,3 +345,24 @@ def test_a_module_that_runs_again_says_which_switch_makes_the_difference(fault: 
     found = blame(switched, tmp_path / "many", "--bisect", "compile,recompute,fused,dtype")
     assert found["verdict"] == "fault" and found["place"] == ("core.mix" if fault == "inputs" else "core"), found
     assert found["switch"] == ("" if fault == "inputs" else fault), found
+
+
+BY_HAND = """
+import sys, torch
+torch.manual_seed(0)
+net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+for step in range(3):
+    outputs = [net(part * (2 if step == 1 and len(sys.argv) > 1 else 1)) for part in x.split(4)]
+    parts = [torch.autograd.grad(output.square().sum(), [*net.parameters()]) for output in outputs]
+    with torch.no_grad():
+        for parameter, *gradients in zip(net.parameters(), *parts):
+            parameter -= 0.01 * sum(gradients)
+"""
+
+
+def test_gradients_that_autograd_grad_returns_are_added_up(tmp_path: Path):
+    for name in ("one", "many"):
+        observe(tmp_path / name, [sys.executable, "-c", BY_HAND, *["again"] * (name == "many")])
+    found = blame(tmp_path / "one", tmp_path / "many")
+    assert blame(tmp_path / "one", tmp_path / "one")["words"].startswith("equal up to rounding (3 steps")
+    assert (found["verdict"], found["step"]) == ("fault", 2)

@@ -1,4 +1,4 @@
-"""``meshwright blame ONE MANY [--noisy TRACE] [--bisect] [--json]``: say where a run first differs from one process.
+"""``meshwright blame ONE MANY [--noisy TRACE] [--bisect WAYS] [--json]``: say where a run first differs from another.
 
 ONE and MANY are traces that 'meshwright observe' wrote, of the same script with the same data and seeds: ONE of one
 process, MANY of any layout. The answer is the first step and place that differ beyond rounding, the ranks, and the
@@ -41,7 +41,7 @@ WAYS = {"ran": "as it ran", "again": "without the compiler", "plain": "with plai
 @dataclass(frozen=True)
 class BlameOptions:
     noisy: str = ""
-    """Trace of one process with --noise: how far rounding goes in this model."""
+    """Trace that observe --noisy wrote beside ONE: how far rounding goes in this model."""
     bisect: str = ""
     """Which of these may make the difference: compile,recompute,fused,dtype. The module at the place runs again from
     what it was given, in float64 and with each switched off."""

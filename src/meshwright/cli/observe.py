@@ -1,4 +1,4 @@
-"""``meshwright observe TRACE [--steps N] [--noise] -- COMMAND …``: record what a training script computes.
+"""``meshwright observe TRACE [--steps N] [--noisy TRACE] -- COMMAND …``: record what a training script computes.
 
 The command runs as it is, with torch's global hooks set in every process that it starts: nothing of the script changes.
 TRACE is a folder with a file for each rank: the rows of the first steps, outputs of modules and the gradients that came

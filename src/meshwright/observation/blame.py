@@ -129,9 +129,8 @@ class Blame:
                 why = "it is updated, and others leave the update out"
                 return Diagnosis(self.base, self.many, self.places, step).of_missing(names, alone, why)
             steps = [len(trace["steps"]) for trace in self.many.ranks]
-            leaves = [
-                step + 1 == n < max(steps) for n in steps
-            ]  # weights that such ranks are given later are no step's
+            # weights that a rank is given after it has left are no step's
+            leaves = [step + 1 == n < max(steps) for n in steps]
             off = (self._parameters(stage, step) for stage in ("after", "left"))
             left = [[o for o in found if not leaves[o.rank]] for found in off]
             gradients = self._gradients(step)

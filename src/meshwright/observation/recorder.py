@@ -315,9 +315,12 @@ class Recorder:
 
     def gave(self, found: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """Note gradients that torch.autograd.grad returns, added up until a step."""
+        if self.closed or self.by_hand is False or in_transform():
+            return
         for parameter, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=False):
-            if id(parameter) in self.held and gradient is not None and not (self.closed or in_transform()):
-                total = gradient.detach() + self.arrived.get(id(parameter), (0, None))[0]
+            if id(parameter) in self.held and gradient is not None:
+                known, _ = self.arrived.get(id(parameter), (None, None))
+                total = gradient.detach() + (0 if known is None else known.detach())
                 self.arrived[id(parameter)] = total, total
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
