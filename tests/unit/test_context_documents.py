@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -14,10 +16,24 @@ from hypothesis import strategies as st
 from meshwright import ConfigError
 from meshwright.distributed.context.rows import cut_rows
 from meshwright.planning.context import documents
-from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of, work_of_ranks
-from meshwright.planning.context.plan import head_tail
+from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of
+from meshwright.planning.context.plan import Runs, head_tail
 
 LONG = 2**17
+
+
+def work_of_ranks(sizes: Sequence[int], cut: Sequence[Runs]) -> list[int]:
+    """Count the pairs of a query and a key that each rank computes."""
+    ends = list(accumulate(sizes, initial=0))
+    return [
+        sum(
+            work_of(max(a, start) - start, min(b, stop) - start)
+            for start, stop in pairwise(ends)
+            for a, b in runs
+            if a < stop and start < b
+        )
+        for runs in cut
+    ]
 
 
 def lognormal(seed: int, deviation: float, length: int = LONG) -> list[int]:

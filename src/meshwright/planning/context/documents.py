@@ -277,17 +277,3 @@ def fetched_tokens(sizes: Sequence[int], cut: Sequence[Runs]) -> int:
             own = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
             found += _lacking(own)
     return found
-
-
-def work_of_ranks(sizes: Sequence[int], cut: Sequence[Runs]) -> list[int]:
-    """Count the pairs of a query and a key that each rank computes."""
-    ends = list(accumulate(sizes, initial=0))
-    return [
-        sum(
-            work_of(max(a, start) - start, min(b, stop) - start)
-            for start, stop in pairwise(ends)
-            for a, b in runs
-            if a < stop and start < b
-        )
-        for runs in cut
-    ]
