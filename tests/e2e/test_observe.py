@@ -366,3 +366,30 @@ def test_gradients_that_autograd_grad_returns_are_added_up(tmp_path: Path):
     found = blame(tmp_path / "one", tmp_path / "many")
     assert blame(tmp_path / "one", tmp_path / "one")["words"].startswith("equal up to rounding (3 steps")
     assert (found["verdict"], found["step"]) == ("fault", 2)
+
+
+IN_TRANSFORMS = """
+import sys, torch
+import torch.nn.functional as F
+from torch.func import functional_call, grad, vmap
+torch.manual_seed(0)
+net, x, y = torch.nn.Linear(4, 4), torch.randn(8, 4), torch.arange(8) % 4
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+noise = torch.Generator().manual_seed(int(sys.argv[1]))
+def loss(weights, row, label):
+    return F.cross_entropy(F.dropout(functional_call(net, weights, (row[None],)), 0.0), label[None])
+for step in range(3):
+    weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    for name, each in vmap(grad(loss), (None, 0, 0))(weights, x, y).items():
+        gradient = each.sum(0)
+        net.get_parameter(name).grad = gradient + torch.randn(gradient.shape, generator=noise)
+    optimizer.step()
+"""
+
+
+def test_passes_inside_transforms_are_compared_and_get_no_verdict_where_they_differ(tmp_path: Path):
+    for seed in ("1", "2"):
+        observe(tmp_path / seed, [sys.executable, "-c", IN_TRANSFORMS, seed])
+    assert blame(tmp_path / "1", tmp_path / "1")["verdict"] == "sound"
+    done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "1", tmp_path / "2"], capture_output=True, text=True)
+    assert done.returncode == 2 and "run inside torch.func" in done.stderr, done.stdout

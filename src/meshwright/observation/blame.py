@@ -145,6 +145,11 @@ class Blame:
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
+            if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
+                raise ConfigError(
+                    f"step {step + 1} differs in {len({o.name for o in (*gradients, *after)})} parameters, but its"
+                    f" passes run inside torch.func, where neither rows nor noise of single ranks are seen: no verdict"
+                )
             if not step and diagnosis.passes.wrong_rows() and (again := self._reads_again()) is not None:
                 if again == (self.n_steps, ()):
                     return self._without_twin(step)

@@ -181,12 +181,13 @@ class Recorder:
     def new(self) -> dict[str, Any]:
         lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")
         maps = ("gradients", "before", "after", "state", "rates")
-        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "again": {}}
+        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "unseen": False, "again": {}}
 
     # --- forward
 
     def entered(self, module: nn.Module, args: Any) -> None:
         if self.closed or in_backward() or self.depth or in_transform():
+            self.now["unseen"] = self.now["unseen"] or in_transform()
             return
         if not self.stack:
             if torch.is_grad_enabled():
@@ -364,7 +365,8 @@ class Recorder:
 
     def inside(self) -> bool:
         """Return whether a module's forward runs, for the first time or again in a backward."""
-        return not self.closed and not self.depth and torch.is_grad_enabled() and (in_backward() or bool(self.stack))
+        is_on = not (self.closed or self.depth or in_transform()) and torch.is_grad_enabled()
+        return is_on and (in_backward() or bool(self.stack))
 
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
@@ -569,7 +571,7 @@ def install() -> None:
     def note_target(input: Any, target: Any = None, *args: Any, **kwargs: Any) -> None:
         if not isinstance(target, Tensor) or target.is_meta or type(target).__name__ in TRACED:
             return
-        if not recorder.closed and not in_backward():
+        if not (recorder.closed or in_backward() or in_transform()):
             flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
             call = len(recorder.now["calls"]) + bool(recorder.stack)
             recorder.now["targets"].append({"call": call, "shape": list(local_of(target).shape), "flat": flat})

@@ -23,6 +23,7 @@ NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")},
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
+    "unseen": False,
     "again": {},
 }
 """The step of a rank that took none."""
