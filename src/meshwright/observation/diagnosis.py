@@ -482,17 +482,15 @@ class Diagnosis:
         ranks = ranks_of(holders or off)  # of the others, some only receive what these have updated
         resumed = any(self.resumed(rank) for rank in ranks)
         rates, alike = self.rates(ranks)
-        if rates and alike:  # those of one group, however many they are
-            place = names[-1]
+        place = names[-1] if rates and alike else place  # those of one group, however many they are
         kind, why = "wrong scale", "the gradient is right and the step is not"
         states = [found for o in off for found in self._states(o)]
         if rates:
             kind, why = ("dead path" if self._has_no_decay(ranks) else "wrong scale"), f"{', '.join(rates)} differs"
             steps = [self.many.step(rank, s) for rank in range(self.n) for s in range(self.number)]
-            earlier = [step["rates"].values() for step in steps]
+            earlier = {rate["lr"] for step in steps for rate in step["rates"].values()}
             now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
-            is_old = rates != ["lr"] or now & {rate["lr"] for every in earlier for rate in every}
-            if resumed and is_old:  # it has a rate that the run had before
+            if resumed and (rates != ["lr"] or now & earlier):  # it has a rate that the run had before
                 kind = self.kind_of_resume(ranks, [], ["last_epoch"] if "lr" in rates else [])
             elif self._alone_changes_rates(ranks):
                 kind, why = "missing reduction", f"{why}: these ranks alone changed it"
@@ -504,6 +502,8 @@ class Diagnosis:
             why = f"its {states[0][0]} differs"
         elif all(map(self._is_shorter, off)):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
+        elif resumed and any(self._saved(only_files=False)):
+            kind, why = self.kind_of_resume(ranks, []), "it was right before the run was resumed"
         elif len(ranks) < self.n or self._replicas_differ(off):
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"

@@ -387,7 +387,7 @@ class Recorder:
 
     def loaded(self, *args: Any, **kwargs: Any) -> None:
         """Note that a file is read, before or after the step's optimizers."""
-        self.now["loaded"].append("after" if self.stepped else "before")
+        self.now["loaded"].append("after" if self.stepped or self.arrived else "before")
 
     def finish_step(self) -> None:
         """Close the step whose optimizers have all stepped, and note what the next one begins with."""
