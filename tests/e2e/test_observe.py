@@ -347,7 +347,7 @@ def test_a_module_that_runs_again_says_which_switch_makes_the_difference(fault: 
     assert found["switch"] == ("" if fault == "inputs" else fault), found
 
 
-BY_HAND = """
+ADDED_UP = """
 import sys, torch
 torch.manual_seed(0)
 net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
@@ -362,7 +362,7 @@ for step in range(3):
 
 def test_gradients_that_autograd_grad_returns_are_added_up(tmp_path: Path):
     for name in ("one", "many"):
-        observe(tmp_path / name, [sys.executable, "-c", BY_HAND, *["again"] * (name == "many")])
+        observe(tmp_path / name, [sys.executable, "-c", ADDED_UP, *["again"] * (name == "many")])
     found = blame(tmp_path / "one", tmp_path / "many")
     assert blame(tmp_path / "one", tmp_path / "one")["words"].startswith("equal up to rounding (3 steps")
     assert (found["verdict"], found["step"]) == ("fault", 2)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -22,7 +22,7 @@ from meshwright.checkpoint import store as stores
 from meshwright.checkpoint.copying import copy, verify
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, commit, pack_name, worth_referring_to
-from meshwright.checkpoint.pieces import write_pieces
+from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -34,17 +34,6 @@ VALUES = {
     "optimizer.step.a": np.array(3.0, dtype=np.float32),
     "model.flags": np.array([True, False, True]),
 }
-
-
-@dataclass(frozen=True)
-class PieceInMemory:
-    """A piece whose bytes are at hand."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    data: bytes | memoryview
 
 
 @pytest.fixture(autouse=True)
