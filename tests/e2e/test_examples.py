@@ -131,7 +131,7 @@ def test_a_fine_tuning_says_what_it_chose_and_goes_on_with_it(pool, files, tmp_p
     assert f"steps = {steps} (" in line and "optimizer.lr = 0.003, optimizer.weight_decay = 0," in line
     assert "data.seq_len = 64" in line and config["data"]["seq_len"] == 64  # the most that this model knows
     assert config["optimizer"]["lr"] == 3e-3 and config["optimizer"]["weight_decay"] == 0 and "epochs" not in config
-    assert config["sample"]["prompt"] == "user: Hello<|endoftext|>assistant: "
+    assert config["sample"]["prompt"] == "Hello" and config["sample"]["chat"] is True
     on = pool.run(Job(config | {"run": str(ran.folder), "steps": steps + 1}), world=2, timeout=90)[0]
     assert on.status == 0 and f"step {steps + 1}/{steps + 1}" in on.out and "fine-tuning" not in on.out
     assert tomllib.loads((ran.folder / "config.toml").read_text()) == config | {"steps": steps + 1}
