@@ -59,12 +59,13 @@ def config_of(width: int) -> DecoderConfig:
     return DecoderConfig(1024, width, 4, n_heads=8, n_kv_heads=8, hidden_dim=4 * width, max_seq_len=SEQ)
 
 
-def begin(kind: str, model: Any, optimizer: torch.optim.Optimizer, folder: str) -> Any:
+def begin(kind: str, model: Any, optimizer: torch.optim.Optimizer, folder: str, group: Any) -> Any:
+    """Begin a save; torch's has a group of its own, since its thread talks while steps do."""
     if kind == "ours":
         return save(model, folder, optimizer=optimizer, asynchronous=True)
     state = {key: stored.values().detach() for key, stored in stored_state(model, optimizer, dist.get_rank()).items()}
     how = AsyncCheckpointerType.THREAD if kind == "dcp thread" else AsyncCheckpointerType.PROCESS
-    return dcp.async_save(state, checkpoint_id=folder, async_checkpointer_type=how)
+    return dcp.async_save(state, checkpoint_id=folder, process_group=group, async_checkpointer_type=how)
 
 
 def measure(width: int, rounds: int, out: str) -> dict[str, dict[str, list[float]]]:
@@ -75,6 +76,7 @@ def measure(width: int, rounds: int, out: str) -> dict[str, dict[str, list[float
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     optimizer, waits = torch.optim.AdamW(model.parameters(), lr=1e-4), Waits()
     rank, ranks = data_position(model.mesh)
+    group = dist.new_group(backend="gloo")
     tokens = torch.randint(0, 1024, (4 * ranks, SEQ + 1))[rank::ranks]
 
     def step() -> float:
@@ -94,7 +96,7 @@ def measure(width: int, rounds: int, out: str) -> dict[str, dict[str, list[float
             quiet = [step() for _ in range(3)]
             dist.barrier()
             waits.seconds, begun = 0.0, time.perf_counter()
-            going = begin(kind, model, optimizer, folder)
+            going = begin(kind, model, optimizer, folder, group)
             called, beside = time.perf_counter() - begun, []
             while True:
                 beside.append(step())
