@@ -82,7 +82,7 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (18, 4910, 21),
-    "cli": (20, 2458, 16),
+    "cli": (20, 2395, 16),
     "comparison": (4, 790, 0),
     "core": (19, 3190, 5),
     "data": (16, 6600, 40),
@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
-    "observation": (10, 3041, 44),
+    "observation": (11, 3112, 44),
     "planning": (34, 8736, 44),
     "simulation": (13, 4380, 26),
     "training": (41, 10830, 46),

@@ -216,6 +216,7 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], dic
     return module._forward_pre_hooks, module._forward_hooks
 
 
+@needs("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
 def optimizer_has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks are registered around an optimizer's step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -29,7 +29,6 @@ from meshwright.observation.sketches import (
     checksum,
     first_tensor,
     hashes,
-    hidden,
     ids_of,
     local_of,
     makes_states,
@@ -41,6 +40,7 @@ from meshwright.observation.sketches import (
     plain_of,
     sketch,
     tensors_by_name,
+    wrapped_under,
 )
 
 FORMAT = "meshwright trace 6"
@@ -438,7 +438,7 @@ class Recorder:
         busy = {id(p) for root in self.roots.values() for p in root.parameters()}
         if rivals & busy:
             inner = top
-            while (key := next((k for k in hidden(inner) if k in inner._modules), None)) is not None:
+            while (key := next((k for k in wrapped_under(inner) if k in inner._modules), None)) is not None:
                 inner = inner.get_submodule(key)
             prefix = f"{type(inner).__name__}."
             self.others.append(prefix.rstrip("."))
@@ -467,7 +467,7 @@ class Recorder:
                 found[id(parameter)] = parameter, [Piece(path + key)]
         for key, child in module._modules.items():
             if child is not None:
-                self.walk(child, path if key in hidden(module) else f"{path}{key}.", found, modules)
+                self.walk(child, path if key in wrapped_under(module) else f"{path}{key}.", found, modules)
 
     # --- write
 

@@ -180,7 +180,7 @@ def first_tensor(value: Any) -> Tensor | None:
     return None
 
 
-def hidden(module: Any) -> tuple[str, ...]:
+def wrapped_under(module: Any) -> tuple[str, ...]:
     """Name the attributes under which a wrapper holds what it wraps."""
     return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
 
