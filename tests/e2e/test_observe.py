@@ -393,3 +393,104 @@ def test_passes_inside_transforms_are_compared_and_get_no_verdict_where_they_dif
     assert blame(tmp_path / "1", tmp_path / "1")["verdict"] == "sound"
     done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "1", tmp_path / "2"], capture_output=True, text=True)
     assert done.returncode == 2 and "run inside torch.func" in done.stderr, done.stdout
+
+
+VARIED = """
+import copy, sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+what = sys.argv[1]
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def turned(self, x):
+        angles = torch.arange(6)[:, None] * torch.tensor([1.0, 0.3]) * (1.5 if what == "position" else 1)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scale = 0.25 if what == "wrong scale" else None
+        y = F.scaled_dot_product_attention(
+            self.turned(q), self.turned(k), v, is_causal=what != "mask", scale=scale
+        )
+        y = y.flip(1) if what == "wrong order" else y * 2 if what == "double reduction" else y
+        return self.o(y.transpose(1, 2).flatten(2))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.first, self.last = nn.Embedding(16, 8), Mixer(), Mixer()
+        self.a, self.b = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        if what == "not updated":
+            self.both = nn.Parameter(torch.stack([self.a.detach(), self.b.detach()]))
+            del self.a, self.b
+        self.fails = what == "retried"
+
+    def forward(self, ids):
+        x = self.words(ids)
+        x = x + self.first(x)
+        if self.fails:
+            self.fails = False
+            raise MemoryError
+        x = x + self.last(x)
+        for matrix in self.both if what == "not updated" else (self.a, self.b):
+            x = x @ matrix
+        return x
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD([p for p in net.parameters() if p.dim() < 3], lr=0.1, momentum=0.9)
+
+def train(step):
+    ids = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(step))
+    try:
+        x = net(ids)
+    except MemoryError:
+        x = net(ids)
+    optimizer.zero_grad()
+    x.square().mean().backward()
+    optimizer.step()
+
+for step in range(3):
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(step)
+    if what == "undone" and step == 1:
+        net.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        train(step)
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("varied") / "one"
+    observe(folder, [sys.executable, "-c", VARIED, "plain"], "--steps", "4")
+    return folder
+
+
+@pytest.mark.first("mask")
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        ("mask", r"first(\..*)?"),
+        ("position", r"first(\..*)?"),
+        ("wrong scale", r"first(\..*)?"),
+        ("wrong order", r"first(\..*)?"),
+        ("double reduction", r"first(\..*)?"),
+        ("not updated", "both"),
+        ("retried", ""),
+        ("undone", ""),
+    ],
+)
+def test_attention_and_steps_done_again(what: str, place: str, plain: Path, tmp_path: Path):
+    observe(tmp_path / "many", [sys.executable, "-c", VARIED, what], "--steps", "4")
+    found = blame(plain, tmp_path / "many")
+    assert found["verdict"] == ("fault" if place else "sound") and re.fullmatch(place, found["place"]), found
+    if place:
+        kind = "wrong scale" if what == "double reduction" else what  # of one process, nothing is a reduction
+        assert (found["step"], found["kind"]) == (1, kind), found

@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
-    "observation": (11, 3112, 44),
+    "observation": (13, 3466, 45),
     "planning": (34, 8736, 44),
     "simulation": (13, 4380, 26),
     "training": (41, 10830, 46),
@@ -185,7 +185,7 @@ def test_circles_are_found():
 
 def test_torch_distributed_stays_on_its_floors():
     """Outside distributed/ and checkpoint/, ranks agree through distributed/process/agree; a recorder only looks."""
-    floors = "distributed/", "checkpoint/", "observation/recorder.py"
+    floors = "distributed/", "checkpoint/", "observation/recorder.py", "observation/pieces.py"
     above = [place for place in FILES if not place.startswith(floors)]
     reached = {
         place: sorted(name for name in names_in(place) if is_under(name, "torch.distributed")) for place in above
@@ -316,6 +316,7 @@ PRIVATE_FILES = (
     "integrations/trainer_private.py",
     "introspection/module_kinds.py",
     "distributed/weights/torch_2_11.py",
+    "observation/pieces.py",  # is loaded by its path into other environments, and imports torch alone
     "observation/recorder.py",  # is loaded by its path into other environments, and imports torch alone
     "training/slurm.py",  # submitit's script and its submission
 )

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from meshwright.core.names import around
 
-from .diagnosis import Finding
+from .findings import Finding
 from .traces import Run
 
 SWITCHES = {

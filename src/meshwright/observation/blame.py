@@ -18,14 +18,17 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-from .diagnosis import Diagnosis, Finding, Off, is_router, ranks_of
+from .diagnosis import Diagnosis
+from .findings import Finding, Off, is_router, ranks_of
 from .passes import ROUNDING, Passes, factor, is_one
-from .traces import NOTHING, Place, Run, first_step, own_part, part, places_of, relative, rows_given, vector
+from .traces import NOTHING, Place, Run, first_step, own_part, part, places_in, places_of, relative, rows_given, vector
 
 MOST_NOISE = 0.1
 """Relative error of an output that noise of the size of rounding cannot make."""
 SMALL = 0.1
 """Relative error that a loss which is no sum over rows may have where microbatches are others."""
+MANY = 8
+"""Numbers that one process moves and a rank leaves to the bit, where that is no luck of rounding."""
 FLOORS = 12.0
 """Multiple of the error between runs of one process that still counts as rounding."""
 
@@ -55,6 +58,11 @@ class Blame:
         self.many = many = many.aligned(self.base)
         self.n_steps = min(one.n_steps, many.n_steps)
         self.places = [places_of(self.base, trace) for trace in many.ranks]
+        self.shapes = [
+            {name: entry["shape"] for step in reversed(trace["steps"]) for name, entry in step["before"].items()}
+            for trace in many.ranks
+        ]
+        """Of parameters as they were placed."""
         held = [trace["steps"][first_step(trace)]["before"] for trace in many.ranks]
         for rank, (names, placed) in enumerate(zip(held, self.places, strict=True)):
             if not placed:
@@ -95,11 +103,11 @@ class Blame:
         places = [places_of(self.base, run.ranks[0])]
         passes = Passes(self.base, run, places, 0)
         output = passes.first_output()
-        before = self.base["steps"][0]["before"]
+        before, own = self.base["steps"][0]["before"], run.step(0, 0)["before"]
         drawn = [
             place.name
             for name, place in places[0].items()
-            if relative(own_part(run.step(0, 0)["before"][name], place), part(before[place.name], place)) > 1e-3
+            if name in own and relative(own_part(own[name], place), part(before[place.name], place)) > 1e-3
         ]
         what = f"{drawn[0]} begins with other values" if drawn else ""
         if not what and passes.wrong_rows() is not None:
@@ -123,6 +131,10 @@ class Blame:
     def _first(self) -> Finding:
         if off := self._initial():
             return Diagnosis(self.base, self.many, self.places, 0).of_beginning(off)
+        if (idle := self._never_stepped()) is not None:
+            return Diagnosis(self.base, self.many, self.places, 0).finding(
+                *idle, "not updated", "no optimizer steps it", "it has gradients"
+            )
         for step in range(self.n_steps):
             if alone := self._steps_alone(step):
                 names = {place.name for rank in alone for place in self.places[rank].values()}
@@ -164,6 +176,24 @@ class Blame:
         counts = (self.n_steps, "step"), (n, "parameter"), (len(self.many.ranks), "process")
         of = ", ".join(f"{n} {word}" + ("es" if word == "process" else "s") * (n > 1) for n, word in counts)
         return Finding("sound", words=f"equal up to rounding ({of})")
+
+    def _never_stepped(self) -> tuple[str, list[int]] | None:
+        """Find a parameter that has gradients and no optimizer, where one process has none: its name, the ranks."""
+
+        def left_out(step: dict[str, Any]) -> list[str]:
+            entries = step["gradients"].items() if step["rates"] else ()
+            return [name for name, entry in entries if entry and entry["norm"] and name not in step["rates"]]
+
+        found = defaultdict(list)
+        for rank, placed in enumerate(self.places):
+            every = [self.many.step(rank, step)["before"] for step in range(self.n_steps)]
+            for name in left_out(self.many.step(rank, 0)):
+                values = [before[name] for before in every if name in before]
+                if name not in placed and all(torch.equal(vector(v), vector(values[0])) for v in values):
+                    found[name].append(rank)
+        if not found or left_out(self.base["steps"][0]) or self.n_steps < 2:
+            return None
+        return list(found.items())[-1]
 
     def _reads_again(self) -> tuple[int, tuple[int, ...]] | None:
         """Find the first step, and the ranks, that read rows more often than one process does in all its steps.
@@ -259,7 +289,7 @@ class Blame:
         rates, _ = Diagnosis(self.base, self.many, self.places, step).rates(range(len(self.many.ranks)))
         pairs = [(o.found, o.whole) for o in gradients]
         averaged = all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
-        return self._by_hand(step) or averaged or "lr" in rates
+        return self._by_hand(step) or averaged or bool(rates)
 
     def _by_hand(self, step: int) -> bool:
         ranks = range(len(self.many.ranks))
@@ -268,11 +298,17 @@ class Blame:
     def _is_in_update(self, step: int, gradients: list[Off], after: list[Off]) -> bool:
         """Return whether an update by hand, which may reduce and scale what it is given, differs beyond that.
 
-        Gradients differed in the last step, too, and weights did not; or one factor lies between all of them, and
-        neither that nor none between updates.
+        Gradients differed in the last step, too, and weights did not; or a parameter whose gradient differs is updated
+        as in one process; or one factor lies between all of them, and neither that nor none between updates.
         """
         if not self._by_hand(step) or not after:
             return False
+        differ = {o.name for o in gradients} - {o.name for o in after}
+        for _, place, entry, whole in self._entries("after", step):
+            if place.name in differ and entry is not None:
+                begun = part(self.base["steps"][step]["before"][place.name], place)
+                if relative(own_part(entry, place) - begun, part(whole, place) - begun) < 2 * SMALL:
+                    return True
         if step and self._gradients(step - 1):
             return True
         scales = [factor(o.found, o.whole) if o.found is not None and o.whole is not None else None for o in gradients]
@@ -305,6 +341,12 @@ class Blame:
             for name, entry in self.many.step(rank, step).get(stage, {}).items():
                 if (place := places.get(name)) is None or place.name not in whole:
                     continue
+                now = "left" if stage == "left" else "before"
+                held = self.many.step(rank, step)[now].get(name, entry)
+                if held is not None and held["shape"] != self.shapes[rank].get(name):  # cut anew since
+                    place = places_in({name: held}, self.base["steps"][step][now]).get(name)
+                    if place is None or place.name not in whole:
+                        continue
                 if place.offset is not None if in_blocks else place.offset is None or place.dim is not None:
                     yield rank, place, entry, whole[place.name]
 
@@ -363,6 +405,11 @@ class Blame:
             {placed[name].name for name in self._is_used(rank, step) if name in placed}
             for rank, placed in enumerate(self.places)
         ]
+        begun = {
+            (rank, place.name, place.key): own_part(entry, place)
+            for rank, place, entry, _ in self._entries("before", 0)
+            if entry is not None
+        }
         for rank, place, entry, reference in self._entries(stage, step):
             if place.name not in used[rank]:
                 continue
@@ -376,8 +423,16 @@ class Blame:
             share = SMALL if self.is_short else 0.02
             least = 2 * ROUNDING[entry["dtype"]] if entry["dtype"] in ("bfloat16", "float16") else 1e-6
             along = not self.is_short and off > max(5e-7 * size, floor)
-            if off > max(least * size, floor, share * float((theirs - before).norm())) or (
-                along and _is_along(mine - theirs, before, theirs - before)
+            moved = float((theirs - before).norm())
+            stood = begun.get((rank, place.name, place.key))
+            is_idle = self.is_short and stood is not None and torch.equal(stood.double(), mine)
+            if is_idle:  # no rounding leaves every number where it was and moves many of one process's
+                first = part(self.base["steps"][0]["before"][place.name], place).double()
+                is_idle = int((first != theirs).sum()) >= MANY * len(reference["m"]) and 4 * moved > floor
+            if (
+                off > max(least * size, floor, share * moved)
+                or (along and _is_along(mine - theirs, before, theirs - before))
+                or is_idle
             ):
                 found.append(Off(place.name, rank, mine, theirs, off / max(size, 1e-300), place))
         return found
@@ -414,7 +469,7 @@ class Blame:
         """List the parameters that changed between two steps, without an optimizer."""
         off = []
         for rank, place, now, one_now in self._entries("before", step):
-            name = next(name for name, other in self.places[rank].items() if other is place)
+            name = next((name for name, other in self.places[rank].items() if other is place), "")
             last = self.many.step(rank, step - 1)["after"]
             one_last = self.base["steps"][step - 1]["after"].get(place.name)
             if one_last is None or now is None:

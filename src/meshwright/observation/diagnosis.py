@@ -4,49 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .passes import Pair, Passes, factor, is_one
-from .traces import Place, Run, own_part, part, relative, rows_given, vector
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first difference of a run from one process, or that there is none.
-
-    Attributes:
-        verdict: "fault" or "sound".
-        place: a module or parameter, as one process names it; ".+" where everything differs at once.
-        step: the first step, 1 the first.
-        ranks: the ranks with the difference.
-        words: the finding in a sentence.
-        unknown: parameters that were not compared, since their place in one process's is unknown.
-    """
-
-    verdict: str
-    place: str = ""
-    step: int = 0
-    ranks: tuple[int, ...] = ()
-    kind: str = ""
-    words: str = "equal up to rounding"
-    unknown: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Off:
-    """One tensor of one rank that differs."""
-
-    name: str
-    rank: int
-    found: Tensor | None
-    whole: Tensor | None
-    error: float
-    place: Place | None
-
+from .findings import Finding, Off, is_position, is_router, is_small, near, ranks_of
+from .passes import Pair, Passes, factor, is_one, is_permuted
+from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
 RATES = ("lr", "weight_decay", "betas", "momentum", "eps")
 SCALED = ("missing reduction", "wrong scale", "double reduction")
@@ -119,7 +86,11 @@ class Diagnosis:
         if not saved and not names:
             return "not restored"
         there = all(any(abs(norm - other) <= 1e-6 * norm for other in saved) for norm in norms)
-        return "not restored" if there and all(any(n.endswith(key) for n in names) for key in keys) else "not saved"
+        return (
+            "not restored"
+            if there and all(any(n.endswith(key) or key.endswith(f".{n}") for n in names) for key in keys)
+            else "not saved"
+        )
 
     def _saved(self, only_files: bool) -> tuple[list[float], set[str]]:
         """Return the norms and names in files that were written before the step, or else in states that were taken."""
@@ -167,29 +138,35 @@ class Diagnosis:
     def _buffer(self) -> Finding | None:
         """Find a buffer that differed before anything else did."""
         for step in range(self.number):
-            whole = self.base["steps"][step].get("buffers", {})
-            every = [self.many.step(rank, step).get("buffers", {}) for rank in range(self.n)]
-            for rank, name in [(rank, name) for rank, own in enumerate(every) for name in own]:
-                there = whole.get(self.passes.names[rank].get(name, name))
-                if there is None or there["shape"] != every[rank][name]["shape"] or "running_" in name:
-                    continue
-                errors = [relative(vector(own[name]), vector(there), 1e-6) if name in own else 0.0 for own in every]
-                if errors[rank] > 1e-3:
-                    off = [other for other, error in enumerate(errors) if error > 1e-3]
-                    after = Diagnosis(self.base, self.many, self.places, step + 1)
-                    if any(map(after.resumed, off)):  # what is left behind was read from a file
-                        kind = after.kind_of_resume(off, [], [name.rpartition(".")[2]])
-                        return after.finding(name, off, kind, "", "the buffer differs")
-                    found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
-                    return replace(found, step=step + 1)
+            for name, off in self._other_buffers(step).items():
+                after = Diagnosis(self.base, self.many, self.places, step + 1)
+                if any(map(after.resumed, off)):  # what is left behind was read from a file
+                    kind = after.kind_of_resume(off, [], [name])
+                    return after.finding(name, off, kind, "", "the buffer differs")
+                found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
+                return replace(found, step=step + 1)
         return None
+
+    def _other_buffers(self, step: int) -> dict[str, list[int]]:
+        """Find the buffers that differ after a step, and the ranks."""
+        whole, found = self.base["steps"][step].get("buffers", {}), defaultdict(list)
+        for rank in range(self.n):
+            for name, own in self.many.step(rank, step).get("buffers", {}).items():
+                there = whole.get(self.passes.names[rank].get(name, name))
+                if there is None or there["shape"] != own["shape"] or "running_" in name:
+                    continue
+                if relative(vector(own), vector(there), 1e-6) > 1e-3:
+                    found[name].append(rank)
+        return found
 
     # --- outputs
 
     def _of_output(self, name: str, off: list[Pair], every: list[Pair]) -> Finding:
         ranks = {pair.rank for pair in off}
         errors = [pair.error for pair in off]
-        factors = [factor(pair.found, pair.whole) for pair in off]
+        source, inputs = self.passes.first_input(name)
+        inputs = [pair for pair in inputs if pair.differs]
+        sights = self.passes.sights()
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
         rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
         right = max((int(r.sum()) for r in rights), default=0)
@@ -199,36 +176,59 @@ class Diagnosis:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
         elif (beside := self.passes.other_inputs()) is not None:
             kind, why = beside[2], f"input {beside[0]} is another"
-        elif is_one(factors):
-            kind, why = ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
-        elif self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
-            kind, why = "missing reduction", "each rank has its own part of the sum"
-        elif (kind := self._of_statistics(off)) is not None:
-            why = "right but for a scale and a shift of each feature: statistics of other rows"
+        elif sights.masked:
+            kind, why, ranks = "mask", "queries see more or fewer keys", sights.masked
+        elif sights.scaled:
+            kind, why, ranks = "wrong scale", "scores are scaled otherwise", sights.scaled
+        elif (found := self._of_rows(inputs, inputs)) is not None:
+            (kind, why), name = found, source
+        elif (found := self._of_rows(off, every)) is not None:
+            kind, why = found
+        elif (other := self.passes.are_other_rows(off, name)) is not None:
+            kind, why = other, "it is another row's"
         elif self._rounds_a_buffer(name):
             kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
         elif is_position(name):
             kind = "position"
-        elif all(is_permuted(pair.found, pair.whole) for pair in off):
-            kind, why = "wrong order", "the same numbers in another order"
         elif any(key.startswith(f"{name}.running_") for key in self.whole.get("buffers", ())):
             kind, why = "missing reduction", "its statistics are those of fewer rows"
-        elif max(errors) < 0.02:
+        elif max(errors) < 0.02 or (not right and median(errors) < 0.01):
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
         elif self.number and self._was_right(name):
             kind, why = "stale value", "the first step was right"
+            if any(map(self.resumed, ranks)) and (lost := self._other_buffers(self.number)):
+                kind = self.kind_of_resume(sorted(ranks), [], [*lost])
+                why = f"{min(lost)} was lost when the run was resumed"
         elif right:
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
-            kind, why = ("position" if is_first else "mask"), f"{right} tokens of a row are right"
-        elif any(word in name.lower() for word in ("attn", "attention", "sdpa")):
-            kind, why = ("wrong order" if len(ranks) == self.n > 1 else "mask"), "all tokens differ"
+            kind, why = ("position" if is_first or sights.is_known else "mask"), f"{right} tokens of a row are right"
+        elif self.passes.attends(name):
+            is_order = len(ranks) == self.n > 1 and (sights.is_causal or not sights.is_known)
+            kind, why = "wrong order" if is_order else "position" if sights.is_known else "mask", "all tokens differ"
         elif name in self.passes.cut_inputs:
             kind, why = "double reduction", "more than the sum"
         elif any(p.index is not None and p.name.startswith(name + ".") for cut in self.places for p in cut.values()):
             kind = "wrong order"
+        elif any(self.passes.lengths):
+            kind, why = "missing reduction", "each rank has some tokens of a row"
         elif not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
         return self.finding(name or ".+", ranks, kind or "wrong scale", why, f"outputs differ ({max(errors):.1e})")
+
+    def _of_rows(self, off: list[Pair], every: list[Pair]) -> tuple[str, str] | None:
+        """Recognise what one number, a sum, or another order makes of one process's rows."""
+        factors = [factor(pair.found, pair.whole) for pair in off]
+        if not off:
+            return None
+        if is_one(factors):
+            return ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
+        if self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
+            return "missing reduction", "each rank has its own part of the sum"
+        if (kind := self._of_statistics(off)) is not None:
+            return kind, "right but for a scale and a shift of each feature: statistics of other rows"
+        if all(pair.is_permuted for pair in off):
+            return "wrong order", "the same numbers in another order"
+        return None
 
     def _of_statistics(self, off: list[Pair]) -> str | None:
         """Recognise outputs that differ by a scale and a shift of each feature, alike for all rows of a rank."""
@@ -265,7 +265,8 @@ class Diagnosis:
         """List the parameters as a forward reaches their modules, which may be declared in another order."""
         reached: dict[str, int] = {}
         for number, event in enumerate(self.whole["forward"]):
-            reached.setdefault(event["module"], number)
+            if not event["module"].endswith(INPUT):
+                reached.setdefault(event["module"], number)
         found, last = {}, 0
         for name in self.whole["gradients"]:
             module = name.rpartition(".")[0]
@@ -477,7 +478,12 @@ class Diagnosis:
         everywhere = len(names) >= 0.8 * len([n for n in order if self._moves(n)])
         place = ".+" if everywhere else names[-1]
         if all(self._unchanged(o) for o in off):
-            return self.finding(place, ranks, "not updated", "the step leaves it as it was", "the update differs")
+            kind, why = "not updated", "the step leaves it as it was"
+            if self._comes_a_step_later(off):
+                kind, why = "stale value", "the update comes a step later"
+            elif self.number and all(map(self._stands_at_first, off)):
+                kind, why = "rounding/dtype", "updates of one process add up, and are lost here in 16 bits"
+            return self.finding(place, ranks, kind, why, "the update differs")
         holders = [o for o in off if self.own[o.rank]["state"].get(self._own_name(o))]
         ranks = ranks_of(holders or off)  # of the others, some only receive what these have updated
         resumed = any(self.resumed(rank) for rank in ranks)
@@ -513,6 +519,19 @@ class Diagnosis:
         ):
             kind, why = "missing reduction", "each rank computes an update of its own"
         return self.finding(place, ranks, kind, why, "the update differs")
+
+    def _comes_a_step_later(self, off: list[Off]) -> bool:
+        later = [(o, self.many.step(o.rank, self.number + 1)["after"].get(self._own_name(o))) for o in off]
+        return all(
+            entry and o.place and relative(own_part(entry, o.place) - self._before(o), o.whole - self._before(o)) < 0.25  # type: ignore[operator]
+            for o, entry in later
+        )
+
+    def _stands_at_first(self, off: Off) -> bool:
+        """Return whether the first step of one process left a parameter of 16 bits as it was."""
+        first = self.base["steps"][0]
+        entry, before = first["after"].get(off.name), first["before"].get(off.name)
+        return bool(entry and before and "float16" in entry["dtype"]) and torch.equal(vector(entry), vector(before))
 
     def _moves(self, name: str) -> bool:
         return relative(vector(self.whole["after"][name]), vector(self.whole["before"][name])) > 1e-9
@@ -569,32 +588,3 @@ class Diagnosis:
             if relative(mine, theirs) > 1e-3 or shorter:
                 found.append((key, shorter))
         return found
-
-
-# --- helpers
-
-
-def is_small(off: Off, share: float = 1e-6) -> bool:
-    return off.found is not None and off.whole is not None and float(off.found.norm()) < share * float(off.whole.norm())
-
-
-def near(value: float | None, n: int) -> bool:
-    return value is not None and abs(value - n) < 1e-2 * n
-
-
-def is_permuted(found: Tensor, whole: Tensor) -> bool:
-    """Return whether a tensor has another's numbers in another order."""
-    return found.shape == whole.shape and relative(found.sort().values, whole.sort().values) < 1e-3
-
-
-def ranks_of(off: Iterable[Off]) -> tuple[int, ...]:
-    return tuple(sorted({o.rank for o in off}))
-
-
-def is_router(name: str) -> bool:
-    """Return whether a module's loss of balance is no sum over rows, by its name."""
-    return any(word in name.lower() for word in ("router", "gate."))
-
-
-def is_position(name: str) -> bool:
-    return any(word in name.lower() for word in ("pos", "rope", "rotary", "wpe", "relative"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .traces import Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of
+from .traces import INPUT, Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of
 
 ROUNDING = {"float64": 1e-7, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Least relative error by dtype that is no rounding; traces hold float32."""
@@ -31,6 +31,8 @@ class Pair:
     whole: Tensor
     dtypes: tuple[str, str]
     rounding: float = 5e-5
+    features: tuple[Tensor, Tensor] | None = None
+    """Both rows by feature, where all tokens of both are there."""
 
     @property
     def error(self) -> float:
@@ -40,6 +42,11 @@ class Pair:
     def differs(self) -> bool:
         return self.error > self.rounding / 2
 
+    @property
+    def is_permuted(self) -> bool:
+        """Return whether tokens, or features, are one process's in another order."""
+        return any(is_permuted(*both) for both in ((self.found, self.whole), self.features) if both is not None)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -47,6 +54,21 @@ class Rows:
 
     ranks: tuple[int, ...]
     words: str
+
+
+@dataclass
+class Sights:
+    """What attention's queries see: the ranks that see other numbers of keys, and those with other scales of scores.
+
+    Attributes:
+        is_known: whether any were compared.
+        is_causal: whether a row's queries see different numbers of keys.
+    """
+
+    masked: set[int] = field(default_factory=set)
+    scaled: set[int] = field(default_factory=set)
+    is_known: bool = False
+    is_causal: bool = False
 
 
 class Passes:
@@ -199,6 +221,46 @@ class Passes:
                         found[name, key] = (value, given["shape"][1:])
         return found
 
+    def sights(self) -> Sights:
+        """Compare what attention's queries see with what one process's see."""
+        whole, found = self._sights(self.whole, self.whole_keys), Sights()
+        for rank, one in enumerate(self.own):
+            for (module, row), (counts, scale) in self._sights(one, self.keys[rank]).items():
+                home, at = self.lengths[rank].get(row, (row, None))
+                there, usual = whole.get((self.names[rank].get(module, module), home), (None, 0.0))
+                if there is not None and at is not None and len(at) == len(counts) < len(there):
+                    there = there[at]
+                if there is not None and there.shape == counts.shape:
+                    found.masked |= {rank} if not torch.equal(there.round(), counts.round()) else set()
+                    found.scaled |= {rank} if scale and usual and abs(scale - usual) > 1e-6 * usual else set()
+                    found.is_causal |= len(set(counts.tolist())) > 1
+                    found.is_known = True
+        return found
+
+    def attends(self, name: str) -> bool:
+        """Return whether a module has attention in it, or is part of one that has; by its name where none was seen."""
+        homes = {sight["module"] for sight in self.whole["sights"]}
+        if not homes:
+            return any(word in name.lower() for word in ("attn", "attention", "sdpa"))
+        return any(home == name or f"{home}.".startswith(f"{name}.") or name.startswith(f"{home}.") for home in homes)
+
+    @staticmethod
+    def _sights(step: dict[str, Any], keys: dict[int, list[str] | None]) -> dict[tuple[str, str], tuple[Tensor, float]]:
+        """Add up the keys that each row's queries see in a module's call, which may take some keys at a time."""
+        found: dict[tuple[str, str], tuple[Tensor, float]] = {}
+        calls: dict[tuple[str, str], int] = {}
+        for sight in step["sights"]:
+            rows, counts = keys.get(sight["call"]), sight["counts"]
+            if not rows or len(counts) % len(rows):
+                continue
+            for row, own in zip(rows, counts.reshape(len(rows), -1, counts.shape[1]).mean(1), strict=True):
+                key = sight["module"], row
+                if calls.setdefault(key, sight["call"]) == sight["call"]:
+                    before, _ = found.get(key, (own, 0.0))
+                    is_more = key in found and before.shape == own.shape
+                    found[key] = (own + before if is_more else own), sight["scale"]
+        return found
+
     # --- draws
 
     def wrong_draws(
@@ -264,7 +326,9 @@ class Passes:
         for rank, row, there in self._shared(key, at_first):
             if (values := self._aligned(rank, key[0], row, there)) is not None:
                 least = ROUNDING["bfloat16" if self.whole["short"] else there.dtype]
-                found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least))
+                is_whole = len(row.tokens) == len(there.tokens) and len(row.features) == len(there.features)
+                by_feature = (row.features, there.features) if is_whole else None
+                found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least, by_feature))
         return found
 
     def is_another(self, rank: int, name: str) -> bool:
@@ -338,7 +402,8 @@ class Passes:
         Args:
             among: modules whose gradients differ; of these, it is the first whose output is another altogether.
         """
-        every = {key: pairs for key in self.in_order() if (pairs := self.pairs(key))}
+        keys = (key for key in self.in_order() if not key[0].endswith(INPUT))
+        every = {key: pairs for key in keys if (pairs := self.pairs(key))}
         alone = {pair.rank: key for key, pairs in every.items() for pair in pairs}  # the last of each rank
         if among is None and not any(pair.differs for key in set(alone.values()) for pair in every[key]):
             return None
@@ -355,6 +420,35 @@ class Passes:
                     continue
             return key[0], off, pairs
         return None
+
+    def first_input(self, name: str) -> tuple[str, list[Pair]]:
+        """Find the first input that differs before a module's output: the module that returned it, else whose it is."""
+        returned: dict[str, Row] = {}
+        for key in self.in_order():
+            if key[0] == name:
+                break
+            row = next(iter(self.reference[key].values()))
+            if not key[0].endswith(INPUT):
+                returned[key[0]] = row
+                continue
+            pairs = self.pairs(key)
+            if any(pair.differs for pair in pairs):
+                same = [other for other, there in returned.items() if there.has_numbers_of(row)]
+                return same[-1] if same else key[0].removesuffix(INPUT), pairs
+        return name, []
+
+    def are_other_rows(self, off: list[Pair], name: str) -> str | None:
+        """Say if rows are other rows' of the module: "stale value" if those came earlier on the rank, "wrong order"."""
+        key = next(key for key in self.in_order() if key[0] == name)
+        earlier = []
+        for pair in off:
+            order = [row.key for row in self.rows[pair.rank].get(key, [])]
+            whole = {row: p.whole for p in self.pairs(key) if (row := p.row) != pair.row}
+            other = next((row for row, there in whole.items() if relative(pair.found, there) < 1e-3), None)
+            if other is None:
+                return None
+            earlier.append(other in order[: order.index(pair.row)])
+        return "stale value" if all(earlier) else "wrong order" if earlier else None
 
     def begins_alike(self) -> bool:
         """Return whether rows that a model is given again had the right outputs at first."""
@@ -406,6 +500,11 @@ def told_apart(rows: list[Row], first: dict[str, Row]) -> dict[str, Row]:
     """Return the first rows by name, without those that a module was given again, beside something else."""
     others = {row.key for row in rows if relative(row.features, first[row.key].features) > 1e-6}
     return {key: row for key, row in first.items() if key not in others}
+
+
+def is_permuted(found: Tensor, whole: Tensor) -> bool:
+    """Return whether a tensor has another's numbers in another order."""
+    return found.shape == whole.shape and relative(found.sort().values, whole.sort().values) < 1e-3
 
 
 def module_names(places: dict[str, Place]) -> dict[str, str]:

@@ -15,6 +15,8 @@ from meshwright.observation.sketches import local_of
 
 DROPOUTS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 ATTENTION = "scaled_dot_product_attention"
+NO_KEY = -1e4
+"""Least number added to a score that leaves a key in sight."""
 DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
 
 
@@ -82,6 +84,42 @@ def instead(home: Any, name: str, recorder: Any) -> None:
         return given["input"] if name in DROPOUTS else expected(found)
 
     setattr(home, name, drawn)
+
+
+@torch.no_grad()
+def keys_by_mask(query: Any, key: Any, mask: Any = None, is_causal: bool = False) -> Tensor:
+    """Count the keys that a mask leaves in sight of each query, (rows, queries)."""
+    query, n = local_of(query), key.shape[-2]
+    counts = torch.tensor(float(n))
+    if is_causal:
+        counts = torch.arange(1, query.shape[-2] + 1).clamp(max=n).float()
+    elif mask is not None:
+        mask = local_of(mask)
+        counts = (mask if mask.dtype == torch.bool else mask > NO_KEY).sum(-1).float() * (n / mask.shape[-1])
+    return by_query(counts.cpu().expand(query.shape[:-1]))
+
+
+def by_query(counts: Tensor) -> Tensor:
+    """Average (rows, …, queries) over what is in between."""
+    return counts.reshape(len(counts) if counts.dim() > 1 else 1, -1, counts.shape[-1]).mean(1)
+
+
+def count_keys(recorder: Any) -> None:
+    """Have attention tell the recorder how many keys each query sees, by the mask or by the weights that are not 0."""
+
+    def of_mask(query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **named: Any) -> None:
+        if not torch.compiler.is_compiling() and recorder.attends(query):
+            is_causal = rest[1] if len(rest) > 1 else named.get("is_causal", False)
+            scale = float(named.get("scale") or query.shape[-1] ** -0.5)
+            recorder.sees(keys_by_mask(query, key, named.get("attn_mask", mask), is_causal), scale)
+
+    def of_weights(found: Any, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and recorder.attends(found) and found.dim() > 2:
+            recorder.sees(by_query((local_of(found.detach()) != 0).sum(-1).float().cpu()))
+
+    before(torch.nn.functional, ATTENTION, of_mask)
+    for home in (torch, Tensor):
+        after(home, "softmax", of_weights)
 
 
 def note_compilation(recorder: Any, cuts: bool) -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.observation.patches import ATTENTION, DRAWS, DROPOUTS, after, before, instead, note_compilation
+from meshwright.observation.patches import (
+    ATTENTION,
+    DRAWS,
+    DROPOUTS,
+    after,
+    before,
+    count_keys,
+    instead,
+    note_compilation,
+)
+from meshwright.observation.pieces import Piece, pieces_of, record, wrapped_under
 from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
     checksum,
@@ -31,58 +41,18 @@ from meshwright.observation.sketches import (
     hashes,
     ids_of,
     local_of,
-    makes_states,
-    marginals,
     name_of,
     names_in,
-    norm_of,
     packed,
-    plain_of,
     sketch,
     tensors_by_name,
-    wrapped_under,
 )
 
-FORMAT = "meshwright trace 6"
+FORMAT = "meshwright trace 7"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
+INPUT = " input"  # after the name of a module in the name of its first input
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
-
-
-def record(tensor: Any) -> dict[str, Any]:
-    """Describe a parameter, its gradient or its state."""
-    plain, offset, whole, kind = tensor.detach(), None, None, []
-    if hasattr(plain, "placements") and not plain.is_complex():
-        whole, kind = tuple(plain.shape), [str(p) for p in plain.placements]
-        offset = _offset(plain)
-    if type(plain) is not Tensor or plain.layout != torch.strided or plain.is_complex():
-        plain = local_of(plain).detach()
-    is_float = plain.is_floating_point()
-    if plain.is_quantized or not (is_float or plain.dtype in (torch.int64, torch.int32, torch.bool)):
-        plain = plain.view(torch.uint8) if plain.dim() else plain.double()
-    values = plain_of(plain)
-    norm = norm_of(values)
-    fits = is_float and norm and all(bool(v.bfloat16().eq(v).all()) for v in (plain.reshape(-1)[:256], plain))
-    return {
-        "shape": list(plain.shape),
-        "fits": bool(fits),
-        "whole": list(whole) if whole else None,
-        "offset": list(offset) if offset is not None else None,
-        "placements": kind,
-        "dtype": str(plain.dtype)[6:],
-        "norm": norm,
-        "m": marginals(values, offset, whole if offset is not None else None),
-    }
-
-
-def _offset(tensor: Any) -> tuple[int, ...] | None:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(offset)
-    except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
-        return None
 
 
 def is_short(output: Tensor) -> bool:
@@ -97,49 +67,11 @@ def is_short(output: Tensor) -> bool:
     return output.dtype in SHORT
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What a stepped tensor holds of one parameter.
-
-    Attributes:
-        name: the parameter's, free of wrappers.
-        whole: its shape where the tensor is a flat shard (FSDP1), else None.
-        start, count: the shard's elements of the flattened parameter.
-        begins: where they begin in the tensor.
-    """
-
-    name: str
-    whole: tuple[int, ...] | None = None
-    start: int = 0
-    count: int = 0
-    begins: int = 0
-
-    def record(self, tensor: Any) -> dict[str, Any]:
-        """Describe this parameter's part of a tensor; a flat shard as the whole with zeros around it."""
-        if self.whole is None:
-            return record(tensor)
-        local = tensor.detach().reshape(-1)[self.begins : self.begins + self.count]
-        padded = local.new_zeros(torch.Size(self.whole).numel())
-        padded[self.start : self.start + self.count] = local
-        return record(padded.view(self.whole)) | {"part": [self.start, self.count]}
-
-
-def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
-    """List what the flat parameter of an FSDP1 module, or its views, hold of the parameters: by id of the tensor."""
-    flat = getattr(getattr(fsdp, "_handle", None), "flat_param", None)
-    if flat is None:
-        return {}
-    found: dict[int, tuple[Any, list[Piece]]] = {id(flat): (flat, [])}
-    begins = 0
-    for number, (name, shape, shard) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
-        n = shard.numel_in_shard if shard.in_shard else 0
-        begins = shard.offset_in_shard if shard.in_shard else begins
-        piece = Piece(path + name, tuple(shape), shard.intra_param_start_idx or 0, n, begins)
-        found[id(flat)][1].append(piece)
-        if flat._params is not None:
-            view = flat._params[number]
-            found[id(view)] = view, [Piece(piece.name, piece.whole, piece.start, n)]
-    return found
+def makes_states(optimizer: Any) -> bool:
+    """Return whether a step has no rate and no gradients: what torch does to have a state to load into."""
+    rates = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
 
 
 class Recorder:
@@ -171,7 +103,7 @@ class Recorder:
         self.met = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.closed = False
         self.generator = torch.Generator().manual_seed(settings.get("noise") or 0)
-        self.last: tuple[Any, int, dict[str, Any] | None] = (lambda: None, -1, None)
+        self.sketched: dict[int, tuple[Any, int, dict[str, Any]]] = {}
         self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
         self.versions: dict[int, int] = {}
         self.by_hand: bool | None = None
@@ -179,7 +111,7 @@ class Recorder:
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def new(self) -> dict[str, Any]:
-        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")
+        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights")
         maps = ("gradients", "before", "after", "state", "rates")
         return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "unseen": False, "again": {}}
 
@@ -196,6 +128,19 @@ class Recorder:
                     self.finish_step()
             self.roots[id(module)] = module
         self.stack.append(id(module))
+        if len(self.stack) > 1 and torch.is_grad_enabled() and self.settings.get("modules", True):
+            given = first_tensor(args)
+            if given is not None and is_here(given) and given.dim() and given.numel():
+                event = {"module": id(module), "call": len(self.now["calls"]) + 1, "keep": module, "is_input": True}
+                self.now["forward"].append({**event, "out": self.sketch(given)})
+
+    def sketch(self, tensor: Tensor) -> dict[str, Any]:
+        """Describe an output or input, once in an outermost call."""
+        seen, version, found = self.sketched.get(id(tensor), (None, -1, {}))
+        if seen is None or seen() is not tensor or version != tensor._version:
+            found = sketch(tensor)
+            self.sketched[id(tensor)] = weakref.ref(tensor), tensor._version, found
+        return found
 
     def ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self.closed or in_backward() or self.depth or in_transform():
@@ -223,15 +168,23 @@ class Recorder:
             return None
         assert tensor is not None
         self.now["short"] = self.now["short"] or (is_root and is_short(tensor))
-        seen, version, found = self.last
-        if found is None or seen() is not tensor or version != tensor._version:
-            found = sketch(tensor)
-            self.last = (weakref.ref(tensor), tensor._version, found)
+        found = self.sketch(tensor)
+        if is_root:
+            self.sketched = {}
         event = {"module": id(module), "call": len(self.now["calls"]) + (not is_root), "out": found, "keep": module}
         self.now["forward"].append(event)
         if tensor.requires_grad:
             tensor.register_hook(_Returned(self, event))
         return changed
+
+    def failed(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget the outermost call that a module's exception ends; of other modules, that they are entered."""
+        if id(module) in self.stack:  # else it has ended
+            while self.stack.pop() != id(module):
+                pass
+            n = len(self.now["calls"])
+            for key in ("forward", "targets", "sights") if not self.stack else ():
+                self.now[key] = [event for event in self.now[key] if event["call"] <= n]
 
     def _noisy(self, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -368,6 +321,16 @@ class Recorder:
         is_on = not (self.closed or self.depth or in_transform()) and torch.is_grad_enabled()
         return is_on and (in_backward() or bool(self.stack))
 
+    def attends(self, tensor: Any) -> bool:
+        """Return whether attention on a tensor is a module's forward, for the first time."""
+        is_first = self.inside() and not in_backward() and self.settings.get("modules", True)
+        return is_first and isinstance(tensor, Tensor) and is_here(tensor)
+
+    def sees(self, counts: Tensor, scale: float = 0.0) -> None:
+        """Note how many keys each query of the innermost module sees, (rows, queries), and what scales its scores."""
+        call = len(self.now["calls"]) + 1
+        self.now["sights"].append({"module": self.stack[-1], "call": call, "counts": counts, "scale": scale})
+
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
         state = (generator or torch.default_generator).get_state().numpy().tobytes()
@@ -479,14 +442,16 @@ class Recorder:
 
         def named(event: dict[str, Any]) -> dict[str, Any]:
             name = self.modules.get(event["module"])
-            kept = {key: value for key, value in event.items() if key != "keep"}
-            return {"back": None, "order": -1, **kept, "module": name or "", "known": name is not None}
+            kept = {key: value for key, value in event.items() if key not in ("keep", "is_input")}
+            suffix = INPUT * event.get("is_input", False)
+            return {"back": None, "order": -1, **kept, "module": (name or "") + suffix, "known": name is not None}
 
         step = {
             **self.now,
             "calls": [named(call) for call in self.now["calls"]],
             "forward": [named(event) for event in self.now["forward"]],
             "draws": [named(draw) for draw in self.now["draws"]],
+            "sights": [named(sight) for sight in self.now["sights"]],
         }
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
         content |= {"time": time.time(), "others": self.others, "step": step, "command": self.settings.get("command")}
@@ -527,6 +492,11 @@ class _Returned:
             self.event["back"] = sketch(gradient)
 
 
+def is_here(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers."""
+    return not tensor.is_meta and type(tensor).__name__ not in TRACED
+
+
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -564,12 +534,13 @@ def install() -> None:
     for watcher in watchers:
         nn.modules.module.register_module_forward_pre_hook(quiet(watcher.entered))
         nn.modules.module.register_module_forward_hook(quiet(watcher.ended), with_kwargs=True)
+    nn.modules.module.register_module_forward_hook(quiet(recorder.failed), always_call=True)
     register_optimizer_step_pre_hook(apart(recorder.before_step))
     register_optimizer_step_post_hook(apart(recorder.after_step))
     functional = torch.nn.functional
 
     def note_target(input: Any, target: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(target, Tensor) or target.is_meta or type(target).__name__ in TRACED:
+        if not isinstance(target, Tensor) or not is_here(target):
             return
         if not (recorder.closed or in_backward() or in_transform()):
             flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
@@ -578,6 +549,7 @@ def install() -> None:
 
     for name in LOSSES:
         before(functional, name, quiet(note_target))
+    count_keys(recorder)
     for name in (*DROPOUTS, ATTENTION):
         instead(functional, name, recorder)
     for name in DRAWS:
@@ -585,9 +557,13 @@ def install() -> None:
     before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
     before(torch, "load", quiet(recorder.loaded))
     after(torch.autograd, "grad", quiet(recorder.gave))
-    for kind in (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
-        before(kind, "load_state_dict", quiet(recorder.loaded))
-        after(kind, "state_dict", quiet(partial(recorder.kept, "taken", "names")))
+    schedule = torch.optim.lr_scheduler.LRScheduler
+    schedules = [c for c in vars(torch.optim.lr_scheduler).values() if isinstance(c, type) and issubclass(c, schedule)]
+    for kind in (nn.Module, torch.optim.Optimizer, *schedules):  # some schedules have methods of their own
+        if "load_state_dict" in vars(kind):
+            before(kind, "load_state_dict", quiet(recorder.loaded))
+        if "state_dict" in vars(kind):
+            after(kind, "state_dict", quiet(partial(recorder.kept, "taken", "names")))
     atexit.register(recorder.at_exit)
 
     def forked() -> None:  # a child of a process that trains is no rank

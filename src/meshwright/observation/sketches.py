@@ -27,19 +27,6 @@ RUN = 1 << 16
 SMALL = 1 << 15
 """Numbers of a tensor that is added up in float64, at most."""
 
-WRAPPERS = {
-    "DistributedDataParallel": ("module",),
-    "DataParallel": ("module",),
-    "FullyShardedDataParallel": ("_fsdp_wrapped_module", "module"),
-    "OptimizedModule": ("_orig_mod",),
-    "ActivationWrapper": ("_checkpoint_wrapped_module",),
-    "_FabricModule": ("_forward_module", "_original_module"),
-    "DeepSpeedEngine": ("module",),
-    "PeftModel": ("base_model",),
-    "LoraModel": ("model",),
-}
-"""Class name of a wrapper -> the attributes under which it holds what it wraps."""
-
 
 @lru_cache(maxsize=512)
 def signs(n: int, role: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -178,18 +165,6 @@ def first_tensor(value: Any) -> Tensor | None:
             if (found := first_tensor(item)) is not None:
                 return found
     return None
-
-
-def wrapped_under(module: Any) -> tuple[str, ...]:
-    """Name the attributes under which a wrapper holds what it wraps."""
-    return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
-
-
-def makes_states(optimizer: Any) -> bool:
-    """Return whether a step has no rate and no gradients: what torch does to have a state to load into."""
-    rates = [float(group.get("lr", 1)) for group in optimizer.param_groups]
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(rates) and not any(bool(local_of(g).any()) for g in gradients)
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:

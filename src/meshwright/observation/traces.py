@@ -14,13 +14,18 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 6"
+FORMAT = "meshwright trace 7"
+INPUT = " input"
+"""What follows the name of a module in the name of its first input."""
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
 
 
 NOTHING: dict[str, Any] = {
-    **{key: [] for key in ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded")},
+    **{
+        key: []
+        for key in ("calls", "forward", "targets", "draws", "sights", "saved", "keys", "taken", "names", "loaded")
+    },
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
     "unseen": False,
@@ -46,8 +51,8 @@ class Run:
         files = sorted(Path(folder).glob("rank-*.pt"))
         if not files:
             raise ConfigError(
-                f"{folder} holds no trace: no process of that run changed a module's parameters. Write one with:"
-                f" meshwright observe {folder} -- python train.py"
+                f"{folder} holds no trace: no process of that run changed a module's parameters after gradients came to"
+                f" them. Write one with: meshwright observe {folder} -- python train.py"
             )
         read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         parts = [unpacked(part) if "json" in part else part for part in read]
@@ -76,7 +81,7 @@ class Run:
         return cls(Path(folder), found)
 
     def aligned(self, one: dict[str, Any]) -> Run:
-        """Return the run with empty steps in front where a rank joined later, as its rows say.
+        """Return the run without undone steps, and with empty ones in front where a rank joined later, as its rows say.
 
         Args:
             one: the trace of one process.
@@ -84,10 +89,11 @@ class Run:
         rows = [rows_given(step) for step in one["steps"]]
         ranks = []
         for trace in self.ranks:
-            own = [rows_given(step) for step in trace["steps"]]
+            steps = without_undone(trace["steps"])
+            own = [rows_given(step) for step in steps]
             spare = range(max(0, len(rows) - len(own)) + 1)
             late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
-            ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
+            ranks.append({**trace, "steps": [NOTHING] * late + steps})
         return Run(self.folder, ranks)
 
     @property
@@ -98,6 +104,24 @@ class Run:
         """Return a rank's step; an empty one if the rank took fewer."""
         steps = self.ranks[rank]["steps"]
         return steps[step] if step < len(steps) else NOTHING
+
+
+def without_undone(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out steps after which a rank went back to what it had before them, and to their rows."""
+    kept: list[dict[str, Any]] = []
+    for step in steps:
+        for number, old in enumerate(kept):
+            is_again = rows_given(old) == rows_given(step) != set() and is_same(old["before"], step["before"])
+            if is_again and not is_same(old["before"], old["after"]):
+                kept = kept[:number]
+                break
+        kept.append(step)
+    return kept
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether parameters have the same numbers."""
+    return one.keys() == other.keys() and all(torch.equal(vector(one[n]), vector(other[n])) for n in one)
 
 
 def rows_given(step: dict[str, Any]) -> set[str]:
@@ -172,7 +196,17 @@ def places_of(one: dict[str, Any], own: dict[str, Any]) -> dict[str, Place]:
     A parameter that no value tells apart (norms of ones, biases of zeros) follows its module's other parameters.
     """
     first = min(first_step(own), len(one["steps"]) - 1)
-    whole, mine = one["steps"][first]["before"], own["steps"][first]["before"]
+    found: dict[str, Place] = {}
+    known: set[str] = set()
+    for step, mine in zip(one["steps"][first:], own["steps"][first:], strict=False):
+        new = {name: entry for name, entry in mine["before"].items() if name not in known}
+        known |= new.keys()
+        found |= places_in(new, step["before"]) if new else {}  # later than at first where a model is built anew
+    return found
+
+
+def places_in(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Place]:
+    """Place parameters by name and by their values at one time."""
     found: dict[str, Place] = {}
     open_: list[str] = []
     for name, entry in mine.items():
@@ -277,6 +311,10 @@ class Row:
     is_flat: bool = False
     """Whether rows and tokens are one dim of the output."""
 
+    def has_numbers_of(self, other: Row) -> bool:
+        """Return whether two rows are one."""
+        return all(map(torch.equal, (self.tokens, self.features), (other.tokens, other.features)))
+
 
 Keys = dict[int, list[str] | None]
 
@@ -360,7 +398,8 @@ def rows_of(
     for order, event in enumerate(step["forward"]):
         if not event["known"]:
             continue
-        name = str(names.get(event["module"], event["module"]))
+        module, is_input, _ = event["module"].partition(INPUT)
+        name = names.get(module, module) + is_input
         counted[name, event["call"]] += 1
         tokens, features = event["out"]["t"], event["out"]["f"]
         back: dict[str, Tensor] | None = event["back"]
@@ -418,15 +457,19 @@ def parts_of_rows(one: dict[str, Any], own: dict[str, Any]) -> dict[str, tuple[s
 
 
 def _runs(ids: list[int], row: list[int]) -> Tensor | None:
-    """Find ids in a row as one run, or as two of equal length."""
-    n = len(ids)
-    if n >= len(row) or n == 0:
+    """Find ids in a row: anywhere if the row has each once, else as one run, two of equal length, or every nth."""
+    n, length = len(ids), len(row)
+    if n >= length or n < 2:
         return None
+    if len(places := {id_: place for place, id_ in enumerate(row)}) == length:
+        return torch.tensor([places[id_] for id_ in ids]) if places.keys() >= set(ids) else None
     for size in (n, n // 2):
         if size < 2 or n % size:
             continue
         runs = [ids[begin : begin + size] for begin in range(0, n, size)]
-        starts = [next((i for i in range(len(row) - size + 1) if row[i : i + size] == run), -1) for run in runs]
+        starts = [next((i for i in range(length - size + 1) if row[i : i + size] == run), -1) for run in runs]
         if min(starts) >= 0:
             return torch.cat([torch.arange(start, start + size) for start in starts])
-    return None
+    every = -(-length // n)
+    dealt = (torch.arange(start, length, every) for start in range(every) if row[start::every] == ids)
+    return next(dealt, None)
