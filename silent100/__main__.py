@@ -3,7 +3,8 @@
 python -m silent100 [--cases FOLDER] [--only PATTERN] [--jobs N] [--json FILE] JUDGE…
 python -m silent100 --prove [--cases FOLDER] [--only PATTERN]
 
-A judge is one of losses-1e-2, losses-1e-4, norms, checksums, meshwright, or any command in quotes.
+A judge is one of losses-1e-2, losses-1e-4, norms, checksums, meshwright, traincheck, or any command in quotes. For
+traincheck, TRAINCHECK_PYTHON names a Python that has the package.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ BESIDE = {
     "norms": ["losses", "--word", "norm", "--bound", "1e-4"],
     "checksums": ["checksums"],
     "meshwright": ["observed"],
+    "traincheck": ["traincheck"],
 }
 """Name of a judge that comes along -> its file in judges/ and its flags."""
 
