@@ -3,8 +3,8 @@
 python -m silent100 [--cases FOLDER] [--only PATTERN] [--jobs N] [--json FILE] JUDGE…
 python -m silent100 --prove [--cases FOLDER] [--only PATTERN]
 
-A judge is one of losses-1e-2, losses-1e-4, norms, checksums, meshwright, traincheck, or any command in quotes. For
-traincheck, TRAINCHECK_PYTHON names a Python that has the package.
+A judge is one of losses-1e-2, losses-1e-4, norms, checksums, meshwright, traincheck, spmd-types, or any command in
+quotes. For those of other packages, TRAINCHECK_PYTHON and SPMD_TYPES_PYTHON name a Python that has the package.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BESIDE = {
     "checksums": ["checksums"],
     "meshwright": ["observed"],
     "traincheck": ["traincheck"],
+    "spmd-types": ["spmd_types"],
 }
 """Name of a judge that comes along -> its file in judges/ and its flags."""
 
