@@ -343,7 +343,7 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_module_that_runs_again_says_which_switch_makes_the_difference(fault: str, switched: Path, tmp_path: Path):
     observe(tmp_path / "many", [sys.executable, "-c", SWITCHED, fault])
     found = blame(switched, tmp_path / "many", "--bisect", "compile,recompute,fused,dtype")
-    assert found["verdict"] == "fault" and found["place"] == ("core.mix" if fault == "inputs" else "core"), found
+    assert found["verdict"] == "fault" and found["place"] == ("inner" if fault == "inputs" else "core"), found
     assert found["switch"] == ("" if fault == "inputs" else fault), found
 
 

@@ -87,7 +87,10 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
     [
         "counts-skipped-when-pieces-are-read",  # a second model and optimizer midway
         "one-block-copied-for-every-pass",  # several parameters are one in one process
+        "bf16-gathered-before-the-update",  # weights that stay to the bit while one process moves them
         "pool-over-own-patches",  # parts of a mean
+        "tp-padding-known-to-one-rank",  # keys in sight of one rank's queries
+        "sound-cut-the-other-way-each-step",  # parameters that find a new place in each step
         "sound-joiner-with-everything",  # rows that a model is given twice, beside others
         "sound-pieces-of-four-read-by-two",  # a second model, and updates by hand of gradients that nobody reduced
         "sound-sparse-table-gradients",

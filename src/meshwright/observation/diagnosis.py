@@ -170,7 +170,7 @@ class Diagnosis:
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
         rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
         right = max((int(r.sum()) for r in rights), default=0)
-        kind, why = "wrong scale", ""
+        kind, why, what = "wrong scale", "", "outputs differ"
         dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
         if dtypes is not None:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
@@ -181,9 +181,10 @@ class Diagnosis:
         elif sights.scaled:
             kind, why, ranks = "wrong scale", "scores are scaled otherwise", sights.scaled
         elif (found := self._of_rows(inputs, inputs)) is not None:
-            (kind, why), name = found, source
+            (kind, why), name, what = found, source, "what becomes of its output differs"
         elif (found := self._of_rows(off, every)) is not None:
-            kind, why = found
+            is_table = is_position(name) or all(pair.row == "table" for pair in off)
+            kind, why = ("position", "") if is_table and found[0] == "wrong order" else found
         elif (other := self.passes.are_other_rows(off, name)) is not None:
             kind, why = other, "it is another row's"
         elif self._rounds_a_buffer(name):
@@ -213,7 +214,7 @@ class Diagnosis:
             kind, why = "missing reduction", "each rank has some tokens of a row"
         elif not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
-        return self.finding(name or ".+", ranks, kind or "wrong scale", why, f"outputs differ ({max(errors):.1e})")
+        return self.finding(name or ".+", ranks, kind or "wrong scale", why, f"{what} ({max(errors):.1e})")
 
     def _of_rows(self, off: list[Pair], every: list[Pair]) -> tuple[str, str] | None:
         """Recognise what one number, a sum, or another order makes of one process's rows."""

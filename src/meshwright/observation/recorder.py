@@ -549,7 +549,8 @@ def install() -> None:
 
     for name in LOSSES:
         before(functional, name, quiet(note_target))
-    count_keys(recorder)
+    if cuts:
+        count_keys(recorder)
     for name in (*DROPOUTS, ATTENTION):
         instead(functional, name, recorder)
     for name in DRAWS:
