@@ -490,6 +490,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_attention_and_steps_done_again(what: str, place: str, plain: Path, tmp_path: Path):
     observe(tmp_path / "many", [sys.executable, "-c", VARIED, what], "--steps", "4")
     found = blame(plain, tmp_path / "many")
+    if what == "undone":
+        assert blame(tmp_path / "many", plain)["verdict"] == "sound"
     assert found["verdict"] == ("fault" if place else "sound") and re.fullmatch(place, found["place"]), found
     if place:
         kind = "wrong scale" if what == "double reduction" else what  # of one process, nothing is a reduction

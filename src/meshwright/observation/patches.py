@@ -96,7 +96,7 @@ def keys_by_mask(query: Any, key: Any, mask: Any = None, is_causal: bool = False
     elif mask is not None:
         mask = local_of(mask)
         counts = (mask if mask.dtype == torch.bool else mask > NO_KEY).sum(-1).float() * (n / mask.shape[-1])
-    return by_query(counts.cpu().expand(query.shape[:-1]))
+    return by_query(counts.cpu().expand(torch.broadcast_shapes(counts.shape, query.shape[:-1])))
 
 
 def by_query(counts: Tensor) -> Tensor:
@@ -108,10 +108,12 @@ def count_keys(recorder: Any) -> None:
     """Have attention tell the recorder how many keys each query sees, by the mask or by the weights that are not 0."""
 
     def of_mask(query: Any, key: Any, value: Any, mask: Any = None, *rest: Any, **named: Any) -> None:
-        if not torch.compiler.is_compiling() and recorder.attends(query):
+        mask = named.get("attn_mask", mask)
+        is_plain = mask is None or type(mask) is Tensor or hasattr(mask, "placements")
+        if not torch.compiler.is_compiling() and is_plain and recorder.attends(query):
             is_causal = rest[1] if len(rest) > 1 else named.get("is_causal", False)
             scale = float(named.get("scale") or query.shape[-1] ** -0.5)
-            recorder.sees(keys_by_mask(query, key, named.get("attn_mask", mask), is_causal), scale)
+            recorder.sees(keys_by_mask(query, key, mask, is_causal), scale)
 
     def of_weights(found: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and recorder.attends(found) and found.dim() > 2:

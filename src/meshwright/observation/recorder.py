@@ -127,6 +127,7 @@ class Recorder:
                 if self.stepped:
                     self.finish_step()
             self.roots[id(module)] = module
+            self.sketched = {}
         self.stack.append(id(module))
         if len(self.stack) > 1 and torch.is_grad_enabled() and self.settings.get("modules", True):
             given = first_tensor(args)
@@ -169,8 +170,6 @@ class Recorder:
         assert tensor is not None
         self.now["short"] = self.now["short"] or (is_root and is_short(tensor))
         found = self.sketch(tensor)
-        if is_root:
-            self.sketched = {}
         event = {"module": id(module), "call": len(self.now["calls"]) + (not is_root), "out": found, "keep": module}
         self.now["forward"].append(event)
         if tensor.requires_grad:
@@ -324,7 +323,7 @@ class Recorder:
     def attends(self, tensor: Any) -> bool:
         """Return whether attention on a tensor is a module's forward, for the first time."""
         is_first = self.inside() and not in_backward() and self.settings.get("modules", True)
-        return is_first and isinstance(tensor, Tensor) and is_here(tensor)
+        return is_first and isinstance(tensor, Tensor) and is_here(tensor) and not tensor.is_nested
 
     def sees(self, counts: Tensor, scale: float = 0.0) -> None:
         """Note how many keys each query of the innermost module sees, (rows, queries), and what scales its scores."""

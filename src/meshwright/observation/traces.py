@@ -74,14 +74,14 @@ class Run:
         if world != len(ranks):
             raise ConfigError(f"{folder} holds traces of {len(ranks)} of {world} ranks; the others never stepped")
         found = [
-            {"rank": rank, "steps": [entry["step"] for entry in entries]}
+            {"rank": rank, "steps": without_undone([entry["step"] for entry in entries])}
             | {key: entries[-1].get(key) for key in ("others", "cut", "command")}
             for rank, entries in sorted(ranks.items())
         ]
         return cls(Path(folder), found)
 
     def aligned(self, one: dict[str, Any]) -> Run:
-        """Return the run without undone steps, and with empty ones in front where a rank joined later, as its rows say.
+        """Return the run with empty steps in front where a rank joined later, as its rows say.
 
         Args:
             one: the trace of one process.
@@ -89,11 +89,10 @@ class Run:
         rows = [rows_given(step) for step in one["steps"]]
         ranks = []
         for trace in self.ranks:
-            steps = without_undone(trace["steps"])
-            own = [rows_given(step) for step in steps]
+            own = [rows_given(step) for step in trace["steps"]]
             spare = range(max(0, len(rows) - len(own)) + 1)
             late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
-            ranks.append({**trace, "steps": [NOTHING] * late + steps})
+            ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
         return Run(self.folder, ranks)
 
     @property
