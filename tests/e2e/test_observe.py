@@ -400,6 +400,7 @@ import copy, sys
 import torch
 from torch import nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 what = sys.argv[1]
 
 class Mixer(nn.Module):
@@ -415,8 +416,9 @@ class Mixer(nn.Module):
     def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
         scale = 0.25 if what == "wrong scale" else None
+        mask = causal_lower_right(6, 6) if what == "mask of a class" else None
         y = F.scaled_dot_product_attention(
-            self.turned(q), self.turned(k), v, is_causal=what != "mask", scale=scale
+            self.turned(q), self.turned(k), v, mask, is_causal=mask is None and what != "mask", scale=scale
         )
         y = y.flip(1) if what == "wrong order" else y * 2 if what == "double reduction" else y
         return self.o(y.transpose(1, 2).flatten(2))
@@ -485,6 +487,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("not updated", "both"),
         ("retried", ""),
         ("undone", ""),
+        ("mask of a class", ""),
     ],
 )
 def test_attention_and_steps_done_again(what: str, place: str, plain: Path, tmp_path: Path):

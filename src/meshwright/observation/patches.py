@@ -45,6 +45,25 @@ def after(home: Any, name: str, note: Any) -> None:
     setattr(home, name, noted)
 
 
+def keep_identity(home: Any, name: str) -> None:
+    """Have a function of torch be found under its name while it runs, which classes of masks compare it with."""
+    plain = getattr(home, name)
+
+    @wraps(plain)
+    def itself(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if torch.compiler.is_compiling() or all(type(tensor) is Tensor for tensor in tensors):
+            return plain(*args, **kwargs)
+        patched = getattr(home, name)
+        setattr(home, name, plain)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            setattr(home, name, patched)
+
+    setattr(home, name, itself)
+
+
 def expected(found: Tensor) -> Tensor:
     """Replace numbers by 0.5, which a comparison with a rate of less than a half keeps, or 0 of a normal draw."""
     if found.is_floating_point() and not found.is_meta:

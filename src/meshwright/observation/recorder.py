@@ -31,6 +31,7 @@ from meshwright.observation.patches import (
     before,
     count_keys,
     instead,
+    keep_identity,
     note_compilation,
 )
 from meshwright.observation.pieces import Piece, pieces_of, record, wrapped_under
@@ -548,6 +549,7 @@ def install() -> None:
 
     for name in LOSSES:
         before(functional, name, quiet(note_target))
+    keep_identity(functional, ATTENTION)
     if cuts:
         count_keys(recorder)
     for name in (*DROPOUTS, ATTENTION):

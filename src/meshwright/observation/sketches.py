@@ -192,7 +192,7 @@ def packed(content: dict[str, Any]) -> dict[str, Any]:
     def place(tensor: Tensor) -> dict[str, Any]:
         if id(tensor) not in placed:
             name = str(tensor.dtype)[6:]
-            numbers[name].append(tensor.reshape(-1))
+            numbers[name].append(tensor.as_subclass(Tensor).reshape(-1))
             placed[id(tensor)] = {"#": [name, begins[name], list(tensor.shape)]}
             begins[name] += tensor.numel()
         return placed[id(tensor)]
