@@ -166,7 +166,7 @@ class Diagnosis:
         errors = [pair.error for pair in off]
         source, inputs = self.passes.first_input(name)
         inputs = [pair for pair in inputs if pair.differs]
-        sights = self.passes.sights()
+        sights, attends = self.passes.sights(), self.passes.attends(name)
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
         rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
         right = max((int(r.sum()) for r in rights), default=0)
@@ -176,9 +176,9 @@ class Diagnosis:
             kind, why = "rounding/dtype", f"{dtypes[0]} for {dtypes[1]}"
         elif (beside := self.passes.other_inputs()) is not None:
             kind, why = beside[2], f"input {beside[0]} is another"
-        elif sights.masked:
+        elif attends and sights.masked:
             kind, why, ranks = "mask", "queries see more or fewer keys", sights.masked
-        elif sights.scaled:
+        elif attends and sights.scaled:
             kind, why, ranks = "wrong scale", "scores are scaled otherwise", sights.scaled
         elif (found := self._of_rows(inputs, inputs)) is not None:
             (kind, why), name, what = found, source, "what becomes of its output differs"
@@ -203,7 +203,7 @@ class Diagnosis:
         elif right:
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first or sights.is_known else "mask"), f"{right} tokens of a row are right"
-        elif self.passes.attends(name):
+        elif attends:
             is_order = len(ranks) == self.n > 1 and (sights.is_causal or not sights.is_known)
             kind, why = "wrong order" if is_order else "position" if sights.is_known else "mask", "all tokens differ"
         elif name in self.passes.cut_inputs:

@@ -242,7 +242,9 @@ class Passes:
         homes = {sight["module"] for sight in self.whole["sights"]}
         if not homes:
             return any(word in name.lower() for word in ("attn", "attention", "sdpa"))
-        return any(home == name or f"{home}.".startswith(f"{name}.") or name.startswith(f"{home}.") for home in homes)
+        return any(
+            f"{home}.".startswith(f"{name}.") or f"{name}.".startswith(f"{home}." * bool(home)) for home in homes
+        )
 
     @staticmethod
     def _sights(step: dict[str, Any], keys: dict[int, list[str] | None]) -> dict[tuple[str, str], tuple[Tensor, float]]:
