@@ -394,6 +394,7 @@ def rows_of(
     for event in step["forward"]:
         sizes[event["module"], event["call"]].append(len(event["out"]["t"]))
     begun: dict[tuple[str, int], int] = defaultdict(int)
+    shapes = [(given_rows(call) or {"shape": []})["shape"] for call in step["calls"]]
     for order, event in enumerate(step["forward"]):
         if not event["known"]:
             continue
@@ -418,6 +419,8 @@ def rows_of(
         if rows is None or len(rows) == 0 or len(tokens) % len(rows):
             continue
         is_flat = len(tokens) != len(rows)
+        if is_flat and event["call"] <= len(shapes) and [len(tokens)] == shapes[event["call"] - 1][1:2]:
+            continue  # a number for each token of any row
         if is_flat:  # (rows · tokens, features)
             tokens, features = tokens.reshape(len(rows), -1), features.reshape(len(rows), -1)
             if back is not None and back["t"].numel() == tokens.numel() and len(back["t"]) % len(rows) == 0:
