@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
     found = sorted(folder.glob("rank-*.pt")) if folder.is_dir() else []
     if not found:
-        print(f"no trace: no process of the command changed a module's parameters (exit status {status})")
+        print(f"no trace: no process of the command changed a module's parameters by gradients (exit status {status})")
         return status or 1
     size = sum(file.stat().st_size for file in found) / 1e6
     processes = {file.name.rpartition("-")[0] for file in found}

@@ -214,7 +214,7 @@ class Diagnosis:
             kind, why = "missing reduction", "each rank has some tokens of a row"
         elif not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
-        return self.finding(name or ".+", ranks, kind or "wrong scale", why, f"{what} ({max(errors):.1e})")
+        return self.finding(name or ".+", ranks, kind, why, f"{what} ({max(errors):.1e})")
 
     def _of_rows(self, off: list[Pair], every: list[Pair]) -> tuple[str, str] | None:
         """Recognise what one number, a sum, or another order makes of one process's rows."""

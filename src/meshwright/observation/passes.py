@@ -435,7 +435,10 @@ class Passes:
                 continue
             pairs = self.pairs(key)
             if any(pair.differs for pair in pairs):
-                same = [other for other, there in returned.items() if there.has_numbers_of(row)]
+                mine = row.tokens, row.features
+                same = [
+                    n for n, there in returned.items() if all(map(torch.equal, (there.tokens, there.features), mine))
+                ]
                 return same[-1] if same else key[0].removesuffix(INPUT), pairs
         return name, []
 

@@ -51,8 +51,8 @@ class Run:
         files = sorted(Path(folder).glob("rank-*.pt"))
         if not files:
             raise ConfigError(
-                f"{folder} holds no trace: no process of that run changed a module's parameters after gradients came to"
-                f" them. Write one with: meshwright observe {folder} -- python train.py"
+                f"{folder} holds no trace: no process of that run changed a module's parameters by gradients. Write"
+                f" one with: meshwright observe {folder} -- python train.py"
             )
         read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         parts = [unpacked(part) if "json" in part else part for part in read]
@@ -309,10 +309,6 @@ class Row:
     """The places of its tokens in the whole row; None for the whole."""
     is_flat: bool = False
     """Whether rows and tokens are one dim of the output."""
-
-    def has_numbers_of(self, other: Row) -> bool:
-        """Return whether two rows are one."""
-        return all(map(torch.equal, (self.tokens, self.features), (other.tokens, other.features)))
 
 
 Keys = dict[int, list[str] | None]
