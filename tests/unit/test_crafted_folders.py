@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def trouble(place: Place, name: str, capfd) -> str:
     argv = craft(place)
     capfd.readouterr()
     status, opened, ran = met(place, argv)
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshwright: ")]
+    said = re.findall(r"^meshwright: .*(?:\n- .*)*", capfd.readouterr().err, re.MULTILINE)
     if ran:
         return "its code ran"
     if opened:
