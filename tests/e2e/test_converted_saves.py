@@ -234,7 +234,7 @@ def test_what_cannot_be_built_again_is_refused_by_name(ask, base, tmp_path):
         (["{adapters}", "--to=adapter", "{out}", "--bsae=x"], 2, "does not know '--bsae=x'"),
         (["{half}", "--to=adapter", "{out}"], 1, "its writing was never finished"),
         (["{partial}", "--to=adapter", "{out}"], 1, "is what an unfinished save left"),
-        (["{absent}", "--to=adapter", "{out}"], 1, "{partial} is what an unfinished save left"),
+        (["{absent}", "--to=adapter", "{out}"], 2, "{absent} does not exist or is no folder"),
         (["{cut}", "--to=adapter", "{out}"], 1, "the checkpoint is damaged"),
         (["{base}", "--to=hf", "{out}"], 2, "is a folder of Hugging Face already"),
         (

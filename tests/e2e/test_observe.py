@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.followed import found_in
 
+from meshwright.observation.traces import Run
+
 SCRIPT = str(Path(__file__).parents[1] / "support" / "observed_script.py")
 MESHWRIGHT = [sys.executable, "-m", "meshwright"]
 ALONE = [sys.executable, SCRIPT, "--one"]
@@ -64,6 +66,15 @@ def test_a_sound_layout_is_equal_to_one_process(axis: str, alone: tuple[Path, Pa
     one, noisy = alone
     assert blame(one, tmp_path / "many", "--noisy", noisy)["verdict"] == "sound"
     assert blame(one, noisy)["verdict"] == "sound"
+    sent = Run.read(tmp_path / "many").step(1, 0)["sent"]
+    assert {(event["kind"], tuple(event["ranks"])) for event in sent} == {("all_reduce", (0, 1))}
+    inside = {event["module"] for event in sent if event["phase"] == "forward"}
+    gradients = [event["of"] for event in sent if event["of"]]
+    if axis == "data":
+        assert not inside and gradients == [[name] for name in Run.read(one).step(0, 0)["gradients"]]
+        assert sent[0]["value"] > 1  # the number of labels
+    else:
+        assert not gradients and inside == {f"layers.{n}.{part}" for n in range(3) for part in ("attn", "mlp")}
     turned = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "many", one], capture_output=True, text=True)
     assert (
         turned.returncode == 2 and "is a trace of 2 processes: blame takes that of one process first" in turned.stderr
@@ -78,6 +89,49 @@ def test_a_fault_is_found_where_it_arises(
     found = blame(alone[0], tmp_path / "many", "--noisy", alone[1])
     assert found["verdict"] == "fault" and re.fullmatch(place, found["place"]), found
     assert (found["step"], found["kind"], found["ranks"]) == (step, kind, ranks), found
+    if fault == "twice":
+        assert found["words"].endswith(" · all_reduce over ranks 0, 1 (8,192 B)")
+
+
+LIBRARIES = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Cut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+    def forward(self, x):
+        return (DTensor.from_local(x, self.weight.device_mesh) @ self.weight).full_tensor()
+net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Cut())
+fully_shard(net[0])
+net[1] = nn.parallel.DistributedDataParallel(net[1], gradient_as_bucket_view=True)
+net[2].weight = nn.Parameter(distribute_tensor(net[2].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    net(torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.all
+def test_collectives_are_recorded_whoever_calls_them(tmp_path: Path):
+    (tmp_path / "train.py").write_text(LIBRARIES)
+    observe(tmp_path / "many", [*SEVERAL[:-1], str(tmp_path / "train.py")])
+    sent = Run.read(tmp_path / "many").step(1, 1)["sent"]
+    assert all(event["ranks"] == [0, 1] for event in sent)
+    found = {(event["kind"], event["phase"], event["module"], *event["of"]) for event in sent}
+    assert found >= {
+        ("all_gather", "forward", "0"),
+        ("reduce_scatter", "backward", "", "0.weight", "0.bias"),
+        ("all_reduce", "backward", "", "1.weight", "1.bias"),
+        ("all_reduce", "forward", "2"),
+    }
 
 
 OTHER = """

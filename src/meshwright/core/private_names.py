@@ -117,6 +117,7 @@ TORCH: tuple[PrivateName, ...] = (
     PrivateName("torch._C._current_autograd_node", _PARTS, "torch 2.12, which needs no help"),
     # --- autograd
     PrivateName("torch._C._current_graph_task_id", "idle parameters, mixtures of experts and traces", "a public query"),
+    PrivateName("torch._C._dispatch_keyset_full_after", "traces of collectives", "a public way on to the backend"),
     PrivateName("torch._C._functorch.peek_interpreter_stack", "traces of torch.func", "a public query"),
     PrivateName(
         "torch.autograd.Variable._execution_engine",

@@ -27,6 +27,8 @@ MOST_NOISE = 0.1
 """Relative error of an output that noise of the size of rounding cannot make."""
 SMALL = 0.1
 """Relative error that a loss which is no sum over rows may have where microbatches are others."""
+SHARE = 0.25
+"""Of a gradient's number, by which rounding in 16 bits may change it, where its sum leaves little."""
 MANY = 8
 """Numbers that one process moves and a rank leaves to the bit, where that is no luck of rounding."""
 FLOORS = 12.0
@@ -209,12 +211,14 @@ class Blame:
             again = tuple(rank for rank, counts in enumerate(first) if counts and counts in first[:rank])
             return (0, again) if again and len(set().union(*own)) < len(whole) else (self.n_steps, ())
         for step, (_, ranks) in enumerate(every):
+            found = []
             for rank, counts in enumerate(ranks):
                 mine += counts if counts not in ranks[:rank] else Counter()
                 if counts.keys() - theirs.keys():
                     return None
-                if any(mine[row] > theirs[row] for row in counts):
-                    return step, (rank,)
+                found += [rank] if any(mine[row] > theirs[row] for row in counts) else []
+            if found:
+                return step, tuple(found)
         return (self.n_steps, ()) if theirs == mine else None
 
     def _without_twin(self, step: int) -> Finding:
@@ -398,6 +402,22 @@ class Blame:
             or name.rpartition(".")[0] in called
         }
 
+    def _even(self, rank: int, step: int, place: Place) -> Tensor | None:
+        """Return where a parameter's gradients have agreed so far: Adam makes a step's size of what is rounding."""
+        name = next((own for own, other in self.places[rank].items() if other == place), "")
+        even = None
+        for number in range(step + 1):
+            own = self.many.step(rank, number)["gradients"].get(name)
+            whole = self.base["steps"][number]["gradients"].get(place.name)
+            if own is None or whole is None:
+                return None
+            mine, theirs = own_part(own, place), part(whole, place)
+            if relative(mine, theirs) > self._bound(number, "gradients", place.name, own["dtype"]):
+                return None  # it is no rounding
+            now = (mine - theirs).abs() <= SHARE * theirs.abs()
+            even = now if even is None or len(even) != len(now) else even & now
+        return even if even is not None and bool(even.any()) else None
+
     def _parameters(self, stage: str, step: int) -> list[Off]:
         """List the parameters whose change in the step differs."""
         found = self._blocks(stage, step, 0.0)
@@ -418,12 +438,14 @@ class Blame:
             mine, theirs = own_part(entry, place).double(), part(reference, place).double()
             size = float(theirs.norm())
             off = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
+            moved = float((theirs - before).norm())
+            if self.is_short and off < float("inf") and (even := self._even(rank, step, place)) is not None:
+                off, moved = float((mine - theirs)[even].norm()), float((theirs - before)[even].norm())
             floor = FLOORS * self.floors[step, stage, place.name] * size
             # Adam divides gradients that are nothing but rounding by their own size
             share = SMALL if self.is_short else 0.02
             least = 2 * ROUNDING[entry["dtype"]] if entry["dtype"] in ("bfloat16", "float16") else 1e-6
             along = not self.is_short and off > max(5e-7 * size, floor)
-            moved = float((theirs - before).norm())
             stood = begun.get((rank, place.name, place.key))
             is_idle = self.is_short and stood is not None and torch.equal(stood.double(), mine)
             if is_idle:  # no rounding leaves every number where it was and moves many of one process's

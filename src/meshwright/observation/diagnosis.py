@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .findings import Finding, Off, is_position, is_router, is_small, near, ranks_of
+from .groups import counted_again, listed, meets_strangers, sent, sums_copies
 from .passes import Pair, Passes, factor, is_one, is_permuted
 from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
@@ -57,8 +58,8 @@ class Diagnosis:
         """Say what differs and why, with the step's number."""
         ranks = tuple(sorted(set(ranks)))
         where = "everything" if place == ".+" else place
-        on = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {on}{': ' * bool(why)}{why}"
+        words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {listed(ranks)}{': ' * bool(why)}{why}"
+        words += f" · {through}" if ranks and (through := sent(self.passes, place, ranks[0])) else ""
         return Finding("fault", place, self.number + 1, ranks, kind, words)
 
     def _early(self) -> list[int]:
@@ -180,6 +181,8 @@ class Diagnosis:
             kind, why, ranks = "mask", "queries see more or fewer keys", sights.masked
         elif attends and sights.scaled:
             kind, why, ranks = "wrong scale", "scores are scaled otherwise", sights.scaled
+        elif met := meets_strangers(self.passes, name):
+            kind, why = "wrong group", met
         elif (found := self._of_rows(inputs, inputs)) is not None:
             (kind, why), name, what = found, source, "what becomes of its output differs"
         elif (found := self._of_rows(off, every)) is not None:
@@ -187,6 +190,8 @@ class Diagnosis:
             kind, why = ("position", "") if is_table and found[0] == "wrong order" else found
         elif (other := self.passes.are_other_rows(off, name)) is not None:
             kind, why = other, "it is another row's"
+        elif inner := self.passes.added_again(name, off):
+            kind, why = "double reduction", f"{inner}'s output is in it {self.n} times"
         elif self._rounds_a_buffer(name):
             kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
         elif is_position(name):
@@ -200,7 +205,7 @@ class Diagnosis:
             if any(map(self.resumed, ranks)) and (lost := self._other_buffers(self.number)):
                 kind = self.kind_of_resume(sorted(ranks), [], [*lost])
                 why = f"{min(lost)} was lost when the run was resumed"
-        elif right:
+        elif right and (attends or not sights.is_known):
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first or sights.is_known else "mask"), f"{right} tokens of a row are right"
         elif attends:
@@ -331,6 +336,8 @@ class Diagnosis:
                 if everywhere and self._is_clipped():
                     kind = "missing reduction" if known[0] > 1 else "double reduction"
                     return kind, "the norm that clips is another", ranks
+                if everywhere and (again := counted_again(self.passes, known[0])):
+                    return "wrong group", again, ranks
                 return ("double reduction" if double else "wrong scale"), f"{known[0]:.6g} times", ranks
             by_rank = [[f for (rank, _), f in factors.items() if rank == own] for own in ranks]
             if (everywhere or self._is_clipped()) and all(is_one(fs, 2 * self.bound) for fs in by_rank):
@@ -501,6 +508,8 @@ class Diagnosis:
                 kind = self.kind_of_resume(ranks, [], ["last_epoch"] if "lr" in rates else [])
             elif self._alone_changes_rates(ranks):
                 kind, why = "missing reduction", f"{why}: these ranks alone changed it"
+        elif met := sums_copies(self.passes, place):
+            kind, why = "wrong group", met
         elif states:
             lost = [norm for o in off for norm in self._norms_before(o)]
             kind = self.kind_of_resume(ranks, lost) if resumed else "not restored" if self.number else "wrong scale"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -409,9 +411,20 @@ class Passes:
         alone = {pair.rank: key for key, pairs in every.items() for pair in pairs}  # the last of each rank
         if among is None and not any(pair.differs for key in set(alone.values()) for pair in every[key]):
             return None
+        added = set[str]()
+        is_clear = self.whole["short"] and any(
+            pair.error > ANOTHER for key in set(alone.values()) for pair in every[key]
+        )
         for key, pairs in every.items():
             off = [pair for pair in pairs if pair.differs and (among is None or pair.error > ANOTHER)]
+            if is_clear and all(pair.error < pair.rounding for pair in off):
+                continue  # so much is rounding's, and another module's is not
             if not off or (among is not None and (key[0] not in among or key[0] in self.cut_inputs)):
+                continue
+            around = every.get((key[0].rpartition(".")[0], key[1]), ())
+            is_added = around and not any(pair.differs for pair in around)
+            if (is_added or _layer(key[0]) in added) and self.add_up(pairs):
+                added.add(_layer(key[0]))  # the module around it, or around that of another layer, adds parts up
                 continue
             if key[0] in self.cut_inputs:  # each rank's sum over its own features
                 if self.add_up(pairs):
@@ -441,6 +454,18 @@ class Passes:
                 ]
                 return same[-1] if same else key[0].removesuffix(INPUT), pairs
         return name, []
+
+    def added_again(self, name: str, off: list[Pair]) -> str:
+        """Name a module inside another one in whose output its own counts once for each rank; empty: none."""
+        inside = (key for key in self.in_order() if key[0].startswith(f"{name}.") and not key[0].endswith(INPUT))
+        for key in inside:
+            own = {pair.row: pair.whole for pair in self.pairs(key)}
+            pairs = [(pair.found - pair.whole, own[pair.row]) for pair in off if pair.row in own]
+            times = [factor(more, once, 0.2 if self.whole["short"] else 1e-2) for more, once in pairs]
+            known = [time for time in times if time is not None]
+            if len(known) == len(off) and abs(median(known) + 1 - len(self.own)) < 0.05 * (len(self.own) - 1):
+                return key[0]
+        return ""
 
     def are_other_rows(self, off: list[Pair], name: str) -> str | None:
         """Say if rows are other rows' of the module: "stale value" if those came earlier on the rank, "wrong order"."""
@@ -475,7 +500,10 @@ class Passes:
                 return False  # parts of a row, not of a sum
         sums = [(torch.stack([part.found for part in parts]).sum(0), parts) for parts in by_row.values()]
         return any(
-            all(relative(total / (len(parts) if is_mean else 1), parts[0].whole) < 1e-3 for total, parts in sums)
+            all(
+                relative(total / (len(parts) if is_mean else 1), parts[0].whole) < max(1e-3, 2 * parts[0].rounding)
+                for total, parts in sums
+            )
             for is_mean in (False, True)
         )
 
@@ -523,6 +551,11 @@ def module_names(places: dict[str, Place]) -> dict[str, str]:
                 break
             a, b = a[:-1], b[:-1]
     return found
+
+
+def _layer(name: str) -> str:
+    """Return a module's name, the same for all layers."""
+    return re.sub(r"\d+", "#", name)
 
 
 def factor(found: Tensor, whole: Tensor, bound: float = 1e-3) -> float | None:

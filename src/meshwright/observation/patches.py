@@ -135,6 +135,9 @@ def count_keys(recorder: Any) -> None:
             recorder.sees(keys_by_mask(query, key, mask, is_causal), scale)
 
     def of_weights(found: Any, *args: Any, **kwargs: Any) -> None:
+        seen = recorder.sketched.get(id(args[0]), [None])[0] if args else None
+        if seen is not None and seen() is args[0]:
+            return  # a module gives the scores: a router
         if not torch.compiler.is_compiling() and recorder.attends(found) and found.dim() > 2:
             recorder.sees(by_query((local_of(found.detach()) != 0).sum(-1).float().cpu()))
 

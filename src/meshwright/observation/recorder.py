@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshwright.observation.collectives import MOST_COLLECTIVES, describe, note_collectives, storage
 from meshwright.observation.patches import (
     ATTENTION,
     DRAWS,
@@ -49,7 +50,7 @@ from meshwright.observation.sketches import (
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 7"
+FORMAT = "meshwright trace 8"
 SHORT = torch.bfloat16, torch.float16
 SAVE = torch.save  # before it notes what is saved
 INPUT = " input"  # after the name of a module in the name of its first input
@@ -112,7 +113,7 @@ class Recorder:
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def new(self) -> dict[str, Any]:
-        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights")
+        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent")
         maps = ("gradients", "before", "after", "state", "rates")
         return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "unseen": False, "again": {}}
 
@@ -216,6 +217,7 @@ class Recorder:
             for name, (tensor, piece) in self._by_name().items():
                 if tensor.grad is not None:
                     self.now["gradients"][name] = piece.record(tensor.grad)
+        self.find_sent()
         self.stepped.add(id(optimizer))
         for group in optimizer.param_groups:
             rates = {key: float(value) for key, value in group.items() if isinstance(value, (int, float))}
@@ -330,6 +332,25 @@ class Recorder:
         """Note how many keys each query of the innermost module sees, (rows, queries), and what scales its scores."""
         call = len(self.now["calls"]) + 1
         self.now["sights"].append({"module": self.stack[-1], "call": call, "counts": counts, "scale": scale})
+
+    def sent(self, kind: str, args: tuple[Any, ...]) -> None:
+        """Note a collective, and the module whose forward it is in."""
+        if not self.closed and len(self.now["sent"]) < MOST_COLLECTIVES:
+            phase = "backward" if in_backward() else "step" if self.depth else "forward" if self.stack else ""
+            module = self.stack[-1] if phase == "forward" else 0
+            event = {"module": module, "call": len(self.now["calls"]) + 1, "phase": phase}
+            self.now["sent"].append(event | describe(kind, args))
+
+    def find_sent(self) -> None:
+        """Name the parameters that collectives have sent, or their gradients, while both are where they were."""
+        if new := [event for event in self.now["sent"] if "of" not in event]:
+            homes: dict[Any, list[str]] = {}
+            for name, (tensor, _) in self._by_name().items():
+                for held in (tensor, *([] if tensor.grad is None else [tensor.grad])):
+                    homes.setdefault(storage(held), []).append(name)
+            homes.pop(None, None)
+            for event in new:
+                event["of"] = homes.get(event.pop("at"), [])
 
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
@@ -446,8 +467,10 @@ class Recorder:
             suffix = INPUT * event.get("is_input", False)
             return {"back": None, "order": -1, **kept, "module": (name or "") + suffix, "known": name is not None}
 
+        self.find_sent()
         step = {
             **self.now,
+            "sent": [named(sent) for sent in self.now["sent"]],
             "calls": [named(call) for call in self.now["calls"]],
             "forward": [named(event) for event in self.now["forward"]],
             "draws": [named(draw) for draw in self.now["draws"]],
@@ -529,6 +552,8 @@ def install() -> None:
         return outside if cuts else unless_whole
 
     note_compilation(recorder, cuts)
+    if dist.is_available():
+        note_collectives(apart(recorder.sent))
 
     watchers = [recorder, Reruns(again, recorder)] if (again := recorder.settings.get("again")) else [recorder]
     for watcher in watchers:

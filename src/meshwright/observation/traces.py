@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 7"
+FORMAT = "meshwright trace 8"
 INPUT = " input"
 """What follows the name of a module in the name of its first input."""
 CLOSE = 1e-4
@@ -24,7 +24,19 @@ CLOSE = 1e-4
 NOTHING: dict[str, Any] = {
     **{
         key: []
-        for key in ("calls", "forward", "targets", "draws", "sights", "saved", "keys", "taken", "names", "loaded")
+        for key in (
+            "calls",
+            "forward",
+            "targets",
+            "draws",
+            "sights",
+            "saved",
+            "keys",
+            "taken",
+            "names",
+            "loaded",
+            "sent",
+        )
     },
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,

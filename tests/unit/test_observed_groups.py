@@ -1,0 +1,89 @@
+"""Over which ranks collectives go: groups that meet ranks which have nothing to add up are found, and no others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.observation.groups import counted_again, meets_strangers, sent, sums_copies
+from meshwright.observation.traces import Place
+
+ROWS = ["ab", "ab", "cd", "cd"]
+"""Ranks 0 and 1 have the same rows, and 2 and 3."""
+EVERY, PAIRS, ACROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def event(ranks: list[int], **other: Any) -> dict[str, Any]:
+    usual = {"kind": "all_reduce", "module": "mix", "phase": "forward", "of": [], "bytes": 1200, "value": None}
+    return {**usual, "ranks": ranks, **other}
+
+
+def passes(groups: list[list[int]], rows: list[str] = ROWS, keys: str = "....", **other: Any) -> Any:
+    """What four ranks did, of which each calls one collective over its group; a list has each rank's value."""
+    steps = []
+    for rank, group in enumerate(groups):
+        own = {key: value[rank] if isinstance(value, tuple) else value for key, value in other.items()}
+        given = {"ids": {"rows": [*rows[rank]], "ids": []}}
+        gradients = event(group, phase="", of=["own.weight"])
+        steps.append({"calls": [{"inputs": given}], "sent": [event(group, **own), gradients]})
+    places = [{"own.weight": Place("mix.weight", 0, torch.tensor([ord(key)]))} for key in keys]
+    return SimpleNamespace(own=steps, names=[{}] * 4, lengths=[{}] * 4, places=places)
+
+
+@pytest.mark.parametrize(
+    ("groups", "other", "is_found"),
+    [
+        (ACROSS, {}, True),
+        (ACROSS, {"kind": "all_gather"}, True),
+        (ACROSS, {"module": "mix.norm"}, True),
+        (ACROSS, {"module": "mixer"}, False),
+        (ACROSS, {"phase": "backward"}, False),
+        (PAIRS, {}, False),
+        (EVERY, {}, False),
+        (ACROSS, {"rows": ["a", "b", "c", "d"]}, False),
+        (ACROSS, {"rows": ["a", "a", "a", "a"]}, False),
+    ],
+)
+def test_a_group_in_a_forward_that_leaves_out_those_with_the_same_rows(groups, other, is_found):
+    assert bool(meets_strangers(passes(groups, **other), "mix")) == is_found
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "other", "is_found"),
+    [
+        ((7.0, 7.0, 5.0, 5.0), 0.5, {}, True),
+        ((7.0, 7.0, 5.0, 5.0), 2.0, {}, False),
+        ((7.0, 7.0, 7.0, 7.0), 0.5, {}, False),
+        ((7.0, 6.0, 5.0, 4.0), 0.5, {}, False),
+        ((7.0, 7.0, 5.0, 5.0), 0.5, {"kind": "broadcast"}, False),
+        ((7.0, 7.0, 5.0, 5.0), 0.5, {"of": ["mix.weight"]}, False),
+        ((7.0, 7.0, 5.0, 5.0), 0.5, {"rows": ["a", "b", "c", "d"]}, False),
+    ],
+)
+def test_a_number_that_ranks_with_the_same_rows_each_add(values, scale, other, is_found):
+    assert bool(counted_again(passes(EVERY, value=values, phase="", **other), scale)) == is_found
+    assert not counted_again(passes(PAIRS, value=values, phase="", **other), scale)
+
+
+@pytest.mark.parametrize(
+    ("groups", "keys", "phase", "is_found"),
+    [
+        (ACROSS, "0101", "step", True),
+        (ACROSS, "0101", "", False),
+        (ACROSS, "0000", "step", False),
+        (ACROSS, "0123", "step", False),
+        (PAIRS, "0101", "step", False),
+        (EVERY, "0101", "step", False),
+    ],
+)
+def test_a_sum_over_copies_of_a_cut_parameter(groups, keys, phase, is_found):
+    assert bool(sums_copies(passes(groups, keys=keys, phase=phase), "mix.weight")) == is_found
+
+
+def test_a_places_collectives_are_said():
+    found = passes(ACROSS)
+    assert sent(found, "mix", 1) == sent(found, "mix.weight", 1) == "all_reduce over ranks 1, 3 (1,200 B)"
+    assert sent(found, "other", 1) == ""
