@@ -24,12 +24,14 @@ def sent(passes: Passes, place: str, rank: int) -> str:
 
 
 def meets_strangers(passes: Passes, module: str) -> str:
-    """Find a group in a module's forward whose ranks have different rows, though a rank outside has those of one."""
+    """Find a group in the forward of a module, or around it, whose ranks have different rows, though a rank outside has
+    those of one.
+    """
     data, prefix = _data(passes), f"{module}." * bool(module)
     for rank, one in enumerate(passes.own):
         for event in one["sent"]:
             home, group = _home(passes, rank, event), event["ranks"]
-            if home is None or not f"{home}.".startswith(prefix):
+            if home is None or not (f"{home}.".startswith(prefix) or prefix.startswith(f"{home}." * bool(home))):
                 continue
             outside = {*range(len(data))} - {*group}
             if any(data[a] & data[b] for a in outside for b in group) and not all(
