@@ -217,7 +217,7 @@ class Diagnosis:
             kind = "wrong order"
         elif any(self.passes.lengths):
             kind, why = "missing reduction", "each rank has some tokens of a row"
-        elif not any(p.isdigit() and p != "0" for p in name.split(".")):
+        elif (inputs or not name) and not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
         return self.finding(name or ".+", ranks, kind, why, f"{what} ({max(errors):.1e})")
 

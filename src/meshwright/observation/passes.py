@@ -240,12 +240,14 @@ class Passes:
         return found
 
     def attends(self, name: str) -> bool:
-        """Return whether a module has attention in it, or is part of one that has; by its name where none was seen."""
+        """Return whether a module has attention in it, or is a layer beside it; by its name where none was seen."""
         homes = {sight["module"] for sight in self.whole["sights"]}
         if not homes:
             return any(word in name.lower() for word in ("attn", "attention", "sdpa"))
+        is_leaf = not any(other.startswith(f"{name}.") for other, _ in self.reference)
         return any(
-            f"{home}.".startswith(f"{name}.") or f"{name}.".startswith(f"{home}." * bool(home)) for home in homes
+            f"{home}.".startswith(f"{name}.") or (is_leaf and f"{name}.".startswith(f"{home}." * bool(home)))
+            for home in homes
         )
 
     @staticmethod
