@@ -42,8 +42,22 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def storage(tensor: Any) -> StorageWeakRef | None:
     """Return what tells a tensor's storage from all others, later ones at the same address, too."""
-    tensor = local_of(tensor)
-    return None if tensor.is_meta or tensor.layout != torch.strided else StorageWeakRef(tensor.untyped_storage())
+    is_there = tensor.layout == torch.strided and not tensor.is_meta
+    return StorageWeakRef(local_of(tensor).untyped_storage()) if is_there else None
+
+
+def ranks_in(group: Any) -> list[int]:
+    """List the ranks of a group; none of one that torch.distributed does not know."""
+    try:
+        return sorted(dist.get_process_group_ranks(group))
+    except KeyError:
+        return []
+
+
+def settle(event: dict[str, Any], homes: dict[Any, list[str]]) -> None:
+    """Replace a described collective's storage by the parameters that are there, and its number by Python's."""
+    event["of"] = homes.get(event.pop("at"), [])
+    event["value"] = None if event["value"] is None else float(event["value"])
 
 
 def describe(kind: str, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -52,14 +66,15 @@ def describe(kind: str, args: tuple[Any, ...]) -> dict[str, Any]:
     """
     group = next(dist.ProcessGroup.unbox(value) for value in args if isinstance(value, torch.ScriptObject))
     tensors = [tensor for value in args for tensor in tensors_in(value)]
+    first = tensors[0] if tensors else torch.empty(0)
+    is_number = first.numel() == 1 and not first.is_meta and not first.is_complex()
     return {
         "kind": kind,
-        "ranks": sorted(dist.get_process_group_ranks(group)),
-        "numel": max(tensor.numel() for tensor in tensors),
-        "bytes": max(tensor.numel() * tensor.element_size() for tensor in tensors),
-        "dtype": str(tensors[0].dtype)[6:],
-        "at": storage(tensors[0]),
-        "value": float(tensors[0]) if tensors[0].numel() == 1 and not tensors[0].is_meta else None,
+        "ranks": ranks_in(group),
+        "bytes": max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0),
+        "dtype": str(first.dtype)[6:],
+        "at": storage(first),
+        "value": first.detach().clone() if is_number else None,
     }
 
 

@@ -205,7 +205,7 @@ class Diagnosis:
             if any(map(self.resumed, ranks)) and (lost := self._other_buffers(self.number)):
                 kind = self.kind_of_resume(sorted(ranks), [], [*lost])
                 why = f"{min(lost)} was lost when the run was resumed"
-        elif right and (attends or not sights.is_known):
+        elif right and (attends or inputs or not sights.is_known):
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first or sights.is_known else "mask"), f"{right} tokens of a row are right"
         elif attends:

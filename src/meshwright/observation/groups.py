@@ -18,7 +18,7 @@ def sent(passes: Passes, place: str, rank: int) -> str:
     found = {
         f"{event['kind']} over {listed(event['ranks'])}": event["bytes"]
         for event in passes.own[rank]["sent"]
-        if place in (_home(passes, rank, event), *(names.get(name) for name in event["of"]))
+        if event["ranks"] and place in (_home(passes, rank, event), *(names.get(name) for name in event["of"]))
     }
     return ", ".join(f"{words} ({size:,} B)" for words, size in [*found.items()][:2])
 

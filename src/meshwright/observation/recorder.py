@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.observation.collectives import MOST_COLLECTIVES, describe, note_collectives, storage
+from meshwright.observation.collectives import MOST_COLLECTIVES, describe, note_collectives, settle, storage
 from meshwright.observation.patches import (
     ATTENTION,
     DRAWS,
@@ -350,7 +350,7 @@ class Recorder:
                     homes.setdefault(storage(held), []).append(name)
             homes.pop(None, None)
             for event in new:
-                event["of"] = homes.get(event.pop("at"), [])
+                settle(event, homes)
 
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
