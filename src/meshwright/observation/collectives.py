@@ -29,8 +29,8 @@ KINDS = {
 """Kind -> the operators that DDP's reducer, FSDP, DTensor and torch.distributed's functions call."""
 MOST_COLLECTIVES = 1024
 """Recorded of a step."""
-HELD: list[torch.library.Library] = []
-"""What unregisters its kernels when nobody holds it."""
+LIBRARIES: list[torch.library.Library] = []
+"""A library without references takes its kernels back."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -72,7 +72,6 @@ def describe(kind: str, args: tuple[Any, ...]) -> dict[str, Any]:
         "kind": kind,
         "ranks": ranks_in(group),
         "bytes": max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0),
-        "dtype": str(first.dtype)[6:],
         "at": storage(first),
         "value": first.detach().clone() if is_number else None,
     }
@@ -83,7 +82,7 @@ def note_collectives(note: Any) -> None:
 
     The kernels stand where an operator selects its backend, which no caller skips, and go on to those of the backend.
     """
-    HELD.append(library := torch.library.Library("c10d", "IMPL"))
+    LIBRARIES.append(library := torch.library.Library("c10d", "IMPL"))
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(kind: str, operator: Any) -> Any:

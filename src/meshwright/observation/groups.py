@@ -42,7 +42,7 @@ def meets_strangers(passes: Passes, module: str) -> str:
 
 
 def counted_again(passes: Passes, scale: float) -> str:
-    """Find a number that all ranks add up before the gradients, and that those with the same rows have in common.
+    """Find a number that all ranks sum before the gradients, and that those with the same rows have in common.
 
     Args:
         scale: of all gradients: one by the number of those ranks.
@@ -56,7 +56,7 @@ def counted_again(passes: Passes, scale: float) -> str:
         values = [event["value"] for event in every]
         is_sum = all(event["kind"] == "all_reduce" and len(event["ranks"]) == len(data) for event in every)
         if is_sum and len({*values}) > 1 and all(values[a] == values[b] for a, bs in enumerate(alike) for b in bs):
-            return f"a number is added up over all ranks, of which {max(sizes)} each have the same rows"
+            return f"a number is summed over all ranks, of which groups of {max(sizes)} have the same rows"
     return ""
 
 

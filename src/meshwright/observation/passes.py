@@ -424,9 +424,9 @@ class Passes:
             if not off or (among is not None and (key[0] not in among or key[0] in self.cut_inputs)):
                 continue
             around = every.get((key[0].rpartition(".")[0], key[1]), ())
-            is_added = around and not any(pair.differs for pair in around)
-            if (is_added or _layer(key[0]) in added) and self.add_up(pairs):
-                added.add(_layer(key[0]))  # the module around it, or around that of another layer, adds parts up
+            is_added, in_any_layer = around and not any(pair.differs for pair in around), re.sub(r"\d+", "#", key[0])
+            if (is_added or in_any_layer in added) and self.add_up(pairs):
+                added.add(in_any_layer)  # the module around it, or around that of another layer, adds parts up
                 continue
             if key[0] in self.cut_inputs:  # each rank's sum over its own features
                 if self.add_up(pairs):
@@ -553,11 +553,6 @@ def module_names(places: dict[str, Place]) -> dict[str, str]:
                 break
             a, b = a[:-1], b[:-1]
     return found
-
-
-def _layer(name: str) -> str:
-    """Return a module's name, the same for all layers."""
-    return re.sub(r"\d+", "#", name)
 
 
 def factor(found: Tensor, whole: Tensor, bound: float = 1e-3) -> float | None:

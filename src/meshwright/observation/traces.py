@@ -22,22 +22,8 @@ CLOSE = 1e-4
 
 
 NOTHING: dict[str, Any] = {
-    **{
-        key: []
-        for key in (
-            "calls",
-            "forward",
-            "targets",
-            "draws",
-            "sights",
-            "saved",
-            "keys",
-            "taken",
-            "names",
-            "loaded",
-            "sent",
-        )
-    },
+    **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
+    **{key: [] for key in ("names", "loaded")},
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
     "unseen": False,
