@@ -28,7 +28,8 @@ def build(question: Question):
     built = question.model()
     if question.recomputes:
         built.gradient_checkpointing_disable()
-    rows = ROWS if question.microbatches > 1 else 0
+    share = ROWS if question.cuts_rows else ROWS * question.world  # of a microbatch, as the others cut it
+    rows = share if question.microbatches > 1 else 0
     model = parallelize(built, Layout(**sizes), techniques=techniques, microbatch_rows=rows)
     optimizer = question.optimizer(model.parameters())
 

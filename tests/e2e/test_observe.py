@@ -72,7 +72,7 @@ def test_a_sound_layout_is_equal_to_one_process(axis: str, alone: tuple[Path, Pa
     gradients = [event["of"] for event in sent if event["of"]]
     if axis == "data":
         assert not inside and gradients == [[name] for name in Run.read(one).step(0, 0)["gradients"]]
-        assert sent[0]["value"] > 1  # the number of labels
+        assert sent[0]["values"][0] > 1  # the number of labels
     else:
         assert not gradients and inside == {f"layers.{n}.{part}" for n in range(3) for part in ("attn", "mlp")}
     turned = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "many", one], capture_output=True, text=True)

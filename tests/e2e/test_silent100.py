@@ -90,6 +90,14 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
         "bf16-gathered-before-the-update",  # weights that stay to the bit while one process moves them
         "pool-over-own-patches",  # parts of a mean
         "tp-padding-known-to-one-rank",  # keys in sight of one rank's queries
+        "balance-counts-of-the-tensor-group",  # numbers that a group's ranks have in common, beside other microbatches
+        "columns-counted-from-the-own-first-patch",  # other places of a table
+        "idle-expert-hands-in-its-last-buffer",  # tokens that both ranks have
+        "memory-learns-from-one-decoder-layer",  # a part of what comes back to a stage
+        "moments-read-in-the-order-of-names",
+        "attention-summed-again-with-the-mlp",
+        "average-of-weights-kept-in-bfloat16",  # a model that no optimizer steps
+        "sound-average-on-rank-zero",
         "sound-cut-the-other-way-each-step",  # parameters that find a new place in each step
         "sound-joiner-with-everything",  # rows that a model is given twice, beside others
         "sound-pieces-of-four-read-by-two",  # a second model, and updates by hand of gradients that nobody reduced

@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1750, 12),
     "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
-    "observation": (15, 3767, 47),
+    "observation": (17, 3975, 47),
     "planning": (34, 8736, 44),
     "simulation": (13, 4380, 26),
     "training": (41, 10830, 46),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.observation.groups import counted_again, meets_strangers, sent, sums_copies
+from meshwright.observation.groups import counted_again, meets_strangers, sent, sums_a_copy, sums_copies, sums_strangers
 from meshwright.observation.traces import Place
 
 ROWS = ["ab", "ab", "cd", "cd"]
@@ -17,7 +17,7 @@ EVERY, PAIRS, ACROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0
 
 
 def event(ranks: list[int], **other: Any) -> dict[str, Any]:
-    usual = {"kind": "all_reduce", "module": "mix", "phase": "forward", "of": [], "bytes": 1200, "value": None}
+    usual = {"kind": "all_reduce", "module": "mix", "phase": "forward", "of": [], "bytes": 1200, "values": []}
     return {**usual, "ranks": ranks, **other}
 
 
@@ -65,8 +65,8 @@ def test_a_group_in_a_forward_that_leaves_out_those_with_the_same_rows(groups, o
     ],
 )
 def test_a_number_that_ranks_with_the_same_rows_each_add(values, scale, other, is_found):
-    assert bool(counted_again(passes(EVERY, value=values, phase="", **other), scale)) == is_found
-    assert not counted_again(passes(PAIRS, value=values, phase="", **other), scale)
+    assert bool(counted_again(passes(EVERY, values=tuple([v] for v in values), phase="", **other), scale)) == is_found
+    assert not counted_again(passes(PAIRS, values=tuple([v] for v in values), phase="", **other), scale)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,40 @@ def test_a_number_that_ranks_with_the_same_rows_each_add(values, scale, other, i
 )
 def test_a_sum_over_copies_of_a_cut_parameter(groups, keys, phase, is_found):
     assert bool(sums_copies(passes(groups, keys=keys, phase=phase), "mix.weight")) == is_found
+
+
+SAME, OWN, MIXED = ([7.0, 1.0],) * 4, ([7.0], [6.0], [5.0], [4.0]), ([7.0], [7.0], [5.0], [5.0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "values", "other", "is_found"),
+    [
+        (PAIRS, MIXED, {}, True),
+        (ACROSS, MIXED, {}, False),
+        (PAIRS, OWN, {}, False),
+        (PAIRS, SAME, {}, False),
+        (EVERY, MIXED, {}, False),
+        (PAIRS, MIXED, {"kind": "broadcast"}, False),
+        (PAIRS, MIXED, {"phase": "backward"}, False),
+        (PAIRS, MIXED, {"of": ["own.weight"]}, False),
+    ],
+)
+def test_numbers_that_are_summed_over_ranks_which_have_them_in_common(groups, values, other, is_found):
+    assert bool(sums_a_copy(passes(groups, values=values, **other), "forward")) == is_found
+
+
+@pytest.mark.parametrize(
+    ("groups", "keys", "name", "is_found"),
+    [
+        (ACROSS, "0011", "mix.weight", True),
+        (EVERY, "0011", "mix.weight", True),
+        (PAIRS, "0011", "mix.weight", False),
+        (EVERY, "0000", "mix.weight", False),
+        (EVERY, "0011", "mix.bias", False),
+    ],
+)
+def test_gradients_that_are_summed_over_ranks_with_other_parts(groups, keys, name, is_found):
+    assert bool(sums_strangers(passes(groups, keys=keys), {name})) == is_found
 
 
 def test_a_places_collectives_are_said():

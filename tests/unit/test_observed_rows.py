@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch.nn import functional
 
 from meshwright.observation.blame import Blame
+from meshwright.observation.diagnosis import Diagnosis
 from meshwright.observation.passes import Pair, Passes
 from meshwright.observation.patches import count_keys, keys_by_mask
-from meshwright.observation.traces import Place, parts_of_rows
+from meshwright.observation.resumes import Resume
+from meshwright.observation.traces import Place, Run, parts_of_rows, rows_given
 
 ROWS, HEADS, QUERIES, KEYS = 2, 3, 4, 6
 VISIBLE = torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + 1  # 2 keys for the first query, 5 for the last
@@ -77,15 +80,16 @@ def test_scores_that_a_module_returns_are_a_routers(monkeypatch):
     assert seen == [(2, 3)]
 
 
+DTYPES = "float32", "float32"
 BEFORE, INNER = torch.tensor([3.0, -1.0, 2.0]), torch.tensor([1.0, 4.0, -2.0])
 
 
 @pytest.mark.parametrize(("times", "is_found"), [(1, True), (2, False), (0.5, False)])
 def test_a_modules_output_that_counts_again_in_the_one_around_it(times, is_found):
     keys = {("h.1.attn input", 1): BEFORE, ("h.1.attn", 1): INNER, ("h.2.attn", 1): INNER * 3}
-    pairs = {key: [Pair(0, "row", whole, whole, ("float32",) * 2)] for key, whole in keys.items()}
+    pairs = {key: [Pair(0, "row", whole, whole, DTYPES)] for key, whole in keys.items()}
     steps = SimpleNamespace(in_order=lambda: [*keys], pairs=pairs.get, own=[{}, {}], whole={"short": False})
-    off = [Pair(rank, "row", BEFORE + times * INNER, BEFORE, ("float32",) * 2) for rank in (0, 1)]
+    off = [Pair(rank, "row", BEFORE + times * INNER, BEFORE, DTYPES) for rank in (0, 1)]
     assert Passes.added_again(steps, "h.1", off) == ("h.1.attn" if is_found else "")  # type: ignore[arg-type]
 
 
@@ -111,3 +115,139 @@ def test_where_adam_makes_a_step_of_rounding_is_left_out(found, even):
     )
     where = Blame._even(blame, 0, 0, place)  # type: ignore[arg-type]
     assert (where is None) == (even is None) and (where is None or where.tolist() == even)
+
+
+def data(*steps: list[list[str]]) -> list[dict]:
+    """What a rank's model was given in each call of each step; a row is a token, and its label follows its name."""
+    found = []
+    for calls in steps:
+        given = [{"rows": rows, "shape": [len(rows)], "ids": None, "dtype": "int64"} for rows in calls]
+        own = [{"module": "", "known": True, "inputs": {"0": one}, "gives": []} for one in given]
+        flat = [torch.tensor([float(ord(row[-1])) for row in rows]) for rows in calls]
+        targets = [{"call": n, "shape": [len(t)], "flat": t} for n, t in enumerate(flat, 1)]
+        found.append({"calls": own, "forward": [], "targets": targets})
+    return found
+
+
+def rows_of_step(whole: list[str], *ranks: list[str]) -> Passes:
+    """One step of one process beside that of ranks; rows are told apart by the first letter."""
+    passes = object.__new__(Passes)
+    (passes.whole,), passes.own = data([whole]), [data([rows])[0] for rows in ranks]
+    for step in (passes.whole, *passes.own):
+        for call in step["calls"]:
+            call["inputs"]["0"]["rows"] = [row[0] for row in call["inputs"]["0"]["rows"]]
+    passes.lengths = [{} for _ in ranks]
+    passes.whole_keys, *passes.keys = [
+        {1: step["calls"][0]["inputs"]["0"]["rows"]} for step in (passes.whole, *passes.own)
+    ]
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("whole", "ranks", "are_wrong", "are_labels"),
+    [
+        (["a1", "b2", "a3", "c4"], (["a1", "b2"], ["a3", "c4"]), (), ()),  # one token twice, with other labels
+        (["a1", "b2", "c4"], (["a1", "b2"], ["a1", "c4"]), (1,), ()),
+        (["a1", "b2", "a3", "c4"], (["a1", "b2"], ["a9", "c4"]), (), (1,)),
+    ],
+)
+def test_a_row_that_a_step_has_twice_may_be_on_two_ranks(whole, ranks, are_wrong, are_labels):
+    passes = rows_of_step(whole, *ranks)
+    for found, wanted in ((passes.wrong_rows(), are_wrong), (passes.wrong_labels(), are_labels)):
+        assert (found.ranks if found else ()) == wanted
+
+
+def test_the_parts_of_a_batch_may_come_in_another_order():
+    def trace(*names: str) -> dict:
+        inputs = {name: {"rows": [name], "shape": [1, 2], "ids": None, "dtype": "float32"} for name in names}
+        return {"steps": [{"calls": [{"inputs": inputs}]}]}
+
+    run = Run(None, [trace("audio", "image", "more")]).aligned(trace("image", "audio"))  # type: ignore[arg-type]
+    assert [*run.step(0, 0)["calls"][0]["inputs"]] == ["image", "audio", "more"]
+    assert rows_given(run.step(0, 0)) == {"audio", "image", "more"}
+
+
+def test_places_of_a_table_that_are_read_elsewhere():
+    table = torch.arange(6.0)
+    passes = SimpleNamespace(reference={("col", 1): {"table": SimpleNamespace(tokens=table)}})
+    for found, row, is_so in (
+        (table[[0, 1, 2]], "table", True),
+        (table[:3] + 0.5, "table", False),
+        (table, "a", False),
+    ):
+        off = [Pair(1, row, found, table[3:], DTYPES)]
+        assert Passes.are_elsewhere(passes, off, "col") == is_so  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("back", "wrong"),
+    [
+        (([1.0, 3.0], [5.0, 1.0]), ("dead path", (1,))),
+        (([4.0, 1.0], [1.0, 2.0]), ("wrong order", (0,))),
+        (([1.0, 2.0], [4.0, 1.0]), None),
+        (([2.0, 4.0], [8.0, 2.0]), None),
+    ],
+)
+def test_what_comes_back_to_a_stage(back, wrong):
+    usual = [1.0, 2.0], [4.0, 1.0]
+    pairs = [Pair(0, str(n), *map(torch.tensor, both), DTYPES) for n, both in enumerate(zip(back, usual, strict=True))]
+    passes = SimpleNamespace(in_order=lambda: [("first", 1)], _returned=lambda key: pairs, own=[{}, {}])
+    found = Passes.given_back(passes, (0,))  # type: ignore[arg-type]
+    assert (found and (found[0], found[2])) == wrong
+
+
+@pytest.mark.parametrize("rates", [{"betas": [0.75, 0.9]}, {"momentum": 0.75}], ids=["Adam", "SGD"])
+def test_a_moment_that_was_another_parameters(rates):
+    def entry(*values: float) -> dict:
+        return {"m": [torch.tensor(values)]}
+
+    key, share = ("exp_avg", 0.25) if "betas" in rates else ("momentum_buffer", 1.0)
+    last = {"state": {"a": {key: entry(4.0, 8.0)}, "b": {key: entry(1.0, 2.0)}}}
+    now = {"gradients": {"a": entry(8.0, 4.0)}, "rates": {"a": rates}}
+    for begun, is_anothers in (((1.0, 2.0), True), ((4.0, 8.0), False), ((0.0, 0.0), False)):
+        now["state"] = {"a": {key: entry(*(0.75 * b + share * g for b, g in zip(begun, (8.0, 4.0), strict=True)))}}
+        run = Run(None, [{"steps": [last, now]}])  # type: ignore[arg-type]
+        assert Resume(run, 1).has_anothers(0, "a") == is_anothers
+
+
+def entry(*values: float) -> dict:
+    return {"m": [torch.tensor(values)], "shape": [len(values)], "dtype": "float32", "norm": 1.0, "fits": False}
+
+
+@pytest.mark.parametrize(
+    ("held", "differ"),
+    [
+        ([(2.0, 4.0), (1.0, 2.0)], ()),  # one rank alone keeps it
+        ([(1.0, 2.0), (1.0, 2.0)], (0, 1)),
+        ([(2.0, 4.0), (2.0, 4.0001)], ()),
+        ([(2.0, 4.4), (2.0, 4.4)], (0, 1)),
+        ([(2.0,), (2.0, 4.0, 1.0)], ()),  # in another shape
+    ],
+)
+def test_a_model_without_an_optimizer_differs_where_no_rank_has_it_right(held, differ):
+    place = Place("w")
+    blame = SimpleNamespace(
+        base={"steps": [{"before": {"w": entry(1.0, 2.0)}}]},
+        floors=defaultdict(float),
+        _entries=lambda stage, step: [(r, place, entry(*own), entry(2.0, 4.0)) for r, own in enumerate(held)],
+    )
+    assert tuple(off.rank for off in Blame._copies(blame, 0)) == differ  # type: ignore[arg-type]
+
+
+def test_parameters_that_an_older_step_left():
+    steps = [{"after": {"w": entry(n, 2.0)}, "before": {"w": entry(1.0, 2.0)}} for n in (1.0, 3.0, 5.0)]
+    for number, older in ((1, False), (2, True)):
+        assert Resume(Run(None, [{"steps": steps}]), number).is_older(0, "w") == older  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("after", "is_so"), [("aabb", True), ("aaaa", False), ("abcd", False), ("aab.", False)])
+def test_ranks_that_take_a_step_in_groups(after, is_so):
+    own = [{"after": {} if key == "." else {"w": entry(ord(key), 2.0)}} for key in after]
+    diagnosis = SimpleNamespace(own=own, places=[{"w": Place("w")}] * 4, n=4)
+    assert Diagnosis._steps_in_groups(diagnosis, {"w"}) == is_so  # type: ignore[arg-type]
+
+
+def test_what_a_checkpoint_has_no_name_for_was_not_saved():
+    step = {"after": {}, "saved": [1.0], "keys": ["optimizer.0.momentum"], "loaded": ["after"]}
+    resume = Resume(Run(None, [{"steps": [step, step]}]), 1)  # type: ignore[arg-type]
+    assert [resume.kind([0], [], [key]) for key in ("momentum", "rest")] == ["not restored", "not saved"]

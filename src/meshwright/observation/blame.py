@@ -20,7 +20,9 @@ from meshwright.core.errors import ConfigError
 
 from .diagnosis import Diagnosis
 from .findings import Finding, Off, is_router, ranks_of
+from .groups import sums_a_copy
 from .passes import ROUNDING, Passes, factor, is_one
+from .rates import other_rates
 from .traces import NOTHING, Place, Run, first_step, own_part, part, places_in, places_of, relative, rows_given, vector
 
 MOST_NOISE = 0.1
@@ -157,6 +159,8 @@ class Blame:
             if gradients and not after and self._may_differ(step, gradients):
                 gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
+                if copied := self._copies(step):
+                    return Diagnosis(self.base, self.many, self.places, step).of_copies(copied)
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
             if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
@@ -171,7 +175,8 @@ class Blame:
                 return Diagnosis(self.base, self.many, self.places, later).finding(
                     ".+", ranks, "wrong rows", "rows are read again"
                 )
-            if diagnosis.passes.other_batches() and self._is_small(step, gradients, after):
+            is_others = diagnosis.passes.other_batches() and not sums_a_copy(diagnosis.passes, "forward")
+            if is_others and self._is_small(step, gradients, after):
                 continue
             return diagnosis.place([] if self._is_in_update(step, gradients, after) else gradients, after)
         n = len(self.base["steps"][0]["before"])
@@ -290,7 +295,7 @@ class Blame:
         A rate makes up for a sum in place of a mean; weights are averaged in the place of gradients, which no factor
         makes equal then; or an update by hand reduces and scales what it was given.
         """
-        rates, _ = Diagnosis(self.base, self.many, self.places, step).rates(range(len(self.many.ranks)))
+        rates, _ = other_rates(Passes(self.base, self.many, self.places, step), range(len(self.many.ranks)))
         pairs = [(o.found, o.whole) for o in gradients]
         averaged = all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
         return self._by_hand(step) or averaged or bool(rates)
@@ -458,6 +463,25 @@ class Blame:
             ):
                 found.append(Off(place.name, rank, mine, theirs, off / max(size, 1e-300), place))
         return found
+
+    def _copies(self, step: int) -> list[Off]:
+        """List the parameters of a model without an optimizer whose change differs on all ranks that hold a part."""
+        held: dict[Any, list[Off]] = defaultdict(list)
+        last = self.base["steps"][step - 1].get("copy", {}) if step else self.base["steps"][0]["before"]
+        for rank, place, entry, whole in self._entries("copy", step):
+            if place.name not in last or entry is None:
+                continue
+            size = whole["shape"] if place.dim is None else [len(place.index)]  # type: ignore[arg-type]
+            if size != (entry["shape"] if place.dim is None else [entry["shape"][place.dim]]):
+                continue  # such as a whole one beside shards
+            mine, theirs, before = own_part(entry, place), part(whole, place), part(last[place.name], place)
+            moved, size = float((theirs - before).norm()), float(theirs.norm())
+            least = max(1e-6, FLOORS * self.floors[step, "left", place.name]) * size
+            error = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
+            is_off = len(mine) and moved > 0 and error > max(least, SMALL * moved)
+            off = Off(place.name, rank, mine, theirs, error / max(size, 1e-300) if is_off else 0.0, place)
+            held[place.name, place.key].append(off)
+        return [o for replicas in held.values() if all(o.error for o in replicas) for o in replicas]
 
     def _blocks(self, stage: str, step: int, total: float) -> list[Off]:
         """Compare the tensors whose blocks are cut along several dims: their marginals add up to the whole's."""

@@ -29,6 +29,8 @@ KINDS = {
 """Kind -> the operators that DDP's reducer, FSDP, DTensor and torch.distributed's functions call."""
 MOST_COLLECTIVES = 1024
 """Recorded of a step."""
+MOST_NUMBERS = 64
+"""Of a message, whose numbers are recorded."""
 LIBRARIES: list[torch.library.Library] = []
 """A library without references takes its kernels back."""
 
@@ -55,25 +57,25 @@ def ranks_in(group: Any) -> list[int]:
 
 
 def settle(event: dict[str, Any], homes: dict[Any, list[str]]) -> None:
-    """Replace a described collective's storage by the parameters that are there, and its number by Python's."""
+    """Replace a described collective's storage by the parameters that are there, and its numbers by Python's."""
     event["of"] = homes.get(event.pop("at"), [])
-    event["value"] = None if event["value"] is None else float(event["value"])
+    event["values"] = [float(value) for value in event["values"].flatten()]
 
 
 def describe(kind: str, args: tuple[Any, ...]) -> dict[str, Any]:
     """Describe a collective: its kind, the group's ranks, its largest tensor, where its first is stored, and that one's
-    number where it has one alone.
+    numbers where they are few.
     """
     group = next(dist.ProcessGroup.unbox(value) for value in args if isinstance(value, torch.ScriptObject))
     tensors = [tensor for value in args for tensor in tensors_in(value)]
     first = tensors[0] if tensors else torch.empty(0)
-    is_number = first.numel() == 1 and not first.is_meta and not first.is_complex()
+    is_short = first.numel() <= MOST_NUMBERS and not first.is_meta and not first.is_complex()
     return {
         "kind": kind,
         "ranks": ranks_in(group),
         "bytes": max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0),
         "at": storage(first),
-        "value": first.detach().clone() if is_number else None,
+        "values": local_of(first.detach()).clone() if is_short else torch.empty(0),
     }
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .findings import Finding, Off, is_position, is_router, is_small, near, ranks_of
-from .groups import counted_again, listed, meets_strangers, sent, sums_copies
+from .groups import counted_again, listed, meets_strangers, sent, sums_a_copy, sums_copies, sums_strangers
 from .passes import Pair, Passes, factor, is_one, is_permuted
+from .rates import changes_alone, has_no_decay, other_rates
+from .resumes import Resume
 from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
-RATES = ("lr", "weight_decay", "betas", "momentum", "eps")
 SCALED = ("missing reduction", "wrong scale", "double reduction")
 
 
@@ -35,6 +36,7 @@ class Diagnosis:
         self.own = [many.step(rank, step) for rank in range(len(many.ranks))]
         self.n = len(many.ranks)
         self.passes = Passes(base, many, places, step)
+        self.resume = Resume(many, step)
         self.bound = 5e-2 if self.whole["short"] else 1e-3
         """Relative error by which two tensors are the same, up to a factor."""
 
@@ -72,37 +74,6 @@ class Diagnosis:
 
     # --- before the step
 
-    def joined(self, rank: int) -> bool:
-        """Return whether this is the first step of a rank and not of the run."""
-        return self.number > 0 and not self.many.step(rank, self.number - 1)["after"] and bool(self.own[rank]["after"])
-
-    def resumed(self, rank: int) -> bool:
-        """Return whether a rank read a file, or joined, just before the step."""
-        last = self.many.step(rank, self.number - 1)["loaded"] if self.number else []
-        return "after" in last or "before" in self.own[rank]["loaded"] or self.joined(rank)
-
-    def kind_of_resume(self, ranks: Sequence[int], norms: Iterable[float], keys: Sequence[str] = ()) -> str:
-        """Say whether what ranks lost at a resume had been saved: tensors by their norms, numbers by their names."""
-        saved, names = self._saved(all(map(self.joined, ranks)))
-        if not saved and not names:
-            return "not restored"
-        there = all(any(abs(norm - other) <= 1e-6 * norm for other in saved) for norm in norms)
-        return (
-            "not restored"
-            if there and all(any(n.endswith(key) or key.endswith(f".{n}") for n in names) for key in keys)
-            else "not saved"
-        )
-
-    def _saved(self, only_files: bool) -> tuple[list[float], set[str]]:
-        """Return the norms and names in files that were written before the step, or else in states that were taken."""
-        steps = [self.many.step(rank, step) for rank in range(self.n) for step in range(self.number)]
-        for norms, keys in (("saved", "keys"), ("taken", "names"))[: 1 if only_files else 2]:
-            found = [norm for step in steps for norm in step.get(norms, ())]
-            names = {key for step in steps for key in step.get(keys, ())}
-            if found or names:
-                return found, names
-        return [], set()
-
     def of_beginning(self, off: list[Off]) -> Finding:
         """Describe parameters that differ before the step."""
         place = ".+" if len({o.name for o in off}) >= 0.9 * len(self.whole["before"]) else off[0].name
@@ -113,14 +84,30 @@ class Diagnosis:
                 return self.finding(place, ranks, kind, "it was right in the first forward", "it was moved")
             loaded = any("before" in self.own[rank]["loaded"] for rank in ranks)
             return self.finding(place, ranks, "not restored" if loaded else "seed", "before the first step")
-        if any(self.resumed(rank) for rank in ranks):
+        if any(self.resume.reads(rank) for rank in ranks):
             last = [self.many.step(o.rank, self.number - 1)["after"].get(self._own_name(o)) for o in off]
             norms = [entry["norm"] for entry in last if entry]
+            if all(self.resume.is_older(o.rank, self._own_name(o)) for o in off):
+                return self.finding(place, ranks, "stale value", "it is what an earlier step left")
             if self._is_reordered(off):
                 return self.finding(place, ranks, "wrong order", "what the last step left is there in another order")
-            return self.finding(place, ranks, self.kind_of_resume(ranks, norms), "it is not what the last step left")
-        found = self.finding(place, ranks, "stale value", "it changed after the optimizer's step")
-        return replace(found, step=self.number)
+            return self.finding(place, ranks, self.resume.kind(ranks, norms), "it is not what the last step left")
+        return replace(
+            self.finding(place, ranks, "stale value", "it changed after the optimizer's step"), step=self.number
+        )
+
+    def of_copies(self, off: list[Off]) -> Finding:
+        """Describe parameters of a model that no optimizer steps."""
+        place = ".+" if len({o.name for o in off}) >= 0.8 * len(self.whole["copy"]) else off[-1].name
+        kind, why, ranks = "wrong scale", "", ranks_of(off)
+        last = self.base["steps"][self.number - 1]["copy"] if self.number else {}
+        if any(self.own[o.rank]["copy"][self._own_name(o)]["fits"] for o in off):
+            kind, why = "rounding/dtype", "its numbers are those of 16 bits"
+        elif any(map(self.resume.reads, ranks)):
+            kind, why = self.resume.kind(ranks, []), "it was right before the run was resumed"
+        elif all(o.name in last and relative(o.found, part(last[o.name], o.place)) < 1e-6 for o in off):  # type: ignore[arg-type]
+            kind, why = "stale value", "it is what one process had after the last step"
+        return self.finding(place, ranks, kind, why, "a model that no optimizer steps differs")
 
     def _is_reordered(self, off: list[Off]) -> bool:
         """Return whether the ranks' shards hold together what they should, each something of another's."""
@@ -141,8 +128,8 @@ class Diagnosis:
         for step in range(self.number):
             for name, off in self._other_buffers(step).items():
                 after = Diagnosis(self.base, self.many, self.places, step + 1)
-                if any(map(after.resumed, off)):  # what is left behind was read from a file
-                    kind = after.kind_of_resume(off, [], [name])
+                if any(map(after.resume.reads, off)):  # what is left behind was read from a file
+                    kind = after.resume.kind(off, [], [name])
                     return after.finding(name, off, kind, "", "the buffer differs")
                 found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
                 return replace(found, step=step + 1)
@@ -188,6 +175,8 @@ class Diagnosis:
         elif (found := self._of_rows(off, every)) is not None:
             is_table = is_position(name) or all(pair.row == "table" for pair in off)
             kind, why = ("position", "") if is_table and found[0] == "wrong order" else found
+        elif self.passes.are_elsewhere(off, name):
+            kind, why = "position", "it is read at other places"
         elif (other := self.passes.are_other_rows(off, name)) is not None:
             kind, why = other, "it is another row's"
         elif inner := self.passes.added_again(name, off):
@@ -202,8 +191,8 @@ class Diagnosis:
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
         elif self.number and self._was_right(name):
             kind, why = "stale value", "the first step was right"
-            if any(map(self.resumed, ranks)) and (lost := self._other_buffers(self.number)):
-                kind = self.kind_of_resume(sorted(ranks), [], [*lost])
+            if any(map(self.resume.reads, ranks)) and (lost := self._other_buffers(self.number)):
+                kind = self.resume.kind(sorted(ranks), [], [*lost])
                 why = f"{min(lost)} was lost when the run was resumed"
         elif right and (attends or inputs or not sights.is_known):
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
@@ -252,16 +241,15 @@ class Diagnosis:
         return "wrong group" if 1 < alike < len(lines) else "missing reduction" if alike == 1 else None
 
     def _rounds_a_buffer(self, name: str) -> bool:
-        whole = self.whole.get("buffers", {})
-        return any(
-            entry["fits"] and key in whole and not whole[key]["fits"]
-            for one in self.own
-            for key, entry in one.get("buffers", {}).items()
-            if key.rpartition(".")[0] == name or key.startswith(name + ".")
-        )
+        whole, prefix = self.whole.get("buffers", {}), f"{name}." * bool(name)
+        every = [(key, entry) for one in self.own for key, entry in one.get("buffers", {}).items() if key in whole]
+        return any(key.startswith(prefix) and entry["fits"] and not whole[key]["fits"] for key, entry in every)
+
+    def _passes_of(self, step: int) -> Passes:
+        return Passes(self.base, self.many, self.places, step)
 
     def _was_right(self, name: str) -> bool:
-        first = Passes(self.base, self.many, self.places, 0)
+        first = self._passes_of(0)
         pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
         return bool(pairs) and not any(pair.differs for pair in pairs)
 
@@ -290,13 +278,16 @@ class Diagnosis:
         factors = {(o.rank, o.name): factor(o.found, o.whole, self.bound) for o in finite}  # type: ignore[arg-type]
         kind, why, ranks = self._kind_of_gradients(off, finite, factors, everywhere)
         uniform = is_one(factors.values(), self.bound)
-        place = ".+" if everywhere else latest
+        is_frozen = any(self.whole["gradients"].get(name) is None for name in self.whole["before"])
+        place = ".+" if everywhere and not is_frozen else latest
         scales = [f for (_, name), f in factors.items() if name == latest]
         of_latest = [o for o in finite if o.name == latest]
         if self.n > 1 and scales and not uniform and kind in SCALED and all(near(f, self.n) for f in scales):
             place, kind, why = latest, "double reduction", f"{self.n} times, and what lies before it too"
         elif of_latest and not everywhere and kind != "stale value" and all(map(is_small, of_latest)):
             kind, why = "dead path", "its gradient is zero"
+        elif is_router(place) and (met := sums_a_copy(self.passes, "forward")):
+            kind, why = "wrong group", met
         elif (
             of_latest
             and not uniform
@@ -342,6 +333,10 @@ class Diagnosis:
             by_rank = [[f for (rank, _), f in factors.items() if rank == own] for own in ranks]
             if (everywhere or self._is_clipped()) and all(is_one(fs, 2 * self.bound) for fs in by_rank):
                 return "missing reduction", "each rank scales by a number of its own", ranks
+        if everywhere and (met := sums_a_copy(self.passes, "")):
+            return "wrong group", met, ranks
+        if met := sums_strangers(self.passes, {o.name for o in finite}):
+            return "wrong group", met, ranks
         if tied := self._copies_of_one(finite):
             return "tie broken", f"{tied[1]} are one parameter in one process", ranks
         if self.number and any(self._stale(o, last) for o in finite):
@@ -362,6 +357,10 @@ class Diagnosis:
             if everywhere:
                 why = "rows count by other shares of the loss" if scales and shares else "not by one factor"
                 return "wrong scale", why, ranks
+            if (wrong := self.passes.given_back(ranks)) is not None:
+                return wrong
+            if any(map(is_small, finite)):
+                return "dead path", "the gradient of some is zero", ranks
             return "stale value", "what came back to its output is right", ranks
         if len(ranks) < self.n or self._replicas_differ(finite):
             return "missing reduction", "replicas differ", ranks
@@ -429,7 +428,7 @@ class Diagnosis:
                 if place is not None and entry is not None and place.offset is None:
                     own[place.name, place.key][rank, name] = own_part(entry, place)
         wholes = {(o.name, o.place.key): o.whole for o in off if o.place is not None and o.whole is not None}
-        words = set()
+        words, n_sets = set(), len({frozenset(counts) for counts in self.passes.counts()[1]})
         for key, whole in wholes.items():
             parts = own[key]
             distinct: list[Tensor] = []
@@ -445,9 +444,12 @@ class Diagnosis:
             holders = {rank for rank, _ in parts}
             alone = [self.passes.held[a] & self.passes.held[b] for a in holders for b in holders if a < b]
             tied = len({name for _, name in parts}) > 1 or any(len(shared) == 1 for shared in alone)
-            words.add("" if total is None else "tie" if tied else "group" if 1 < len(distinct) < len(parts) else "sum")
+            in_groups = 1 < len(distinct) < max(len(parts), n_sets)
+            words.add("" if total is None else "tie" if tied else "group" if in_groups else "sum")
         if words == {"tie"}:
             return "tie broken", "two parameters are one in one process, and each has its own part of the gradient"
+        if words == {"sum"} and self._steps_in_groups({name for name, _ in wholes}):
+            return "wrong group", "groups of ranks take steps of their own"
         if words == {"sum"}:
             return "missing reduction", "each rank has its own part of the sum"
         if words == {"mixed"}:
@@ -455,6 +457,20 @@ class Diagnosis:
         if words and words <= {"sum", "group"}:
             return "wrong group", "groups of ranks have their own parts of the sum"
         return None
+
+    def _steps_in_groups(self, names: set[str]) -> bool:
+        """Return whether parameters that all ranks hold are alike after the step on some of them, in several groups."""
+        for name in names:
+            every = [
+                one["after"].get(own)
+                for one, placed in zip(self.own, self.places, strict=True)
+                for own, place in placed.items()
+                if place.name == name and place.dim is None
+            ]
+            values = [tuple(vector(entry).tolist()) for entry in every if entry]
+            if not 1 < len({*values}) < len(values) == self.n:
+                return False
+        return True
 
     def _copies_of_one(self, off: Sequence[Off]) -> tuple[str, str] | None:
         """Name a parameter of one process that is two on a rank, and those, if its gradient is another."""
@@ -492,34 +508,40 @@ class Diagnosis:
             elif self.number and all(map(self._stands_at_first, off)):
                 kind, why = "rounding/dtype", "updates of one process add up, and are lost here in 16 bits"
             return self.finding(place, ranks, kind, why, "the update differs")
-        holders = [o for o in off if self.own[o.rank]["state"].get(self._own_name(o))]
+        holders = [o for o in off if self._state(o)]
         ranks = ranks_of(holders or off)  # of the others, some only receive what these have updated
-        resumed = any(self.resumed(rank) for rank in ranks)
-        rates, alike = self.rates(ranks)
+        resumed = any(self.resume.reads(rank) for rank in ranks)
+        rates, alike = other_rates(self.passes, ranks)
         place = names[-1] if rates and alike else place  # those of one group, however many they are
         kind, why = "wrong scale", "the gradient is right and the step is not"
         states = [found for o in off for found in self._states(o)]
         if rates:
-            kind, why = ("dead path" if self._has_no_decay(ranks) else "wrong scale"), f"{', '.join(rates)} differs"
+            kind, why = (
+                ("dead path" if has_no_decay(self.passes, ranks) else "wrong scale"),
+                f"{', '.join(rates)} differs",
+            )
             steps = [self.many.step(rank, s) for rank in range(self.n) for s in range(self.number)]
             earlier = {rate["lr"] for step in steps for rate in step["rates"].values()}
             now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
             if resumed and (rates != ["lr"] or now & earlier):  # it has a rate that the run had before
-                kind = self.kind_of_resume(ranks, [], ["last_epoch"] if "lr" in rates else [])
-            elif self._alone_changes_rates(ranks):
+                kind = self.resume.kind(ranks, [], ["last_epoch"] if "lr" in rates else [])
+            elif self.number and changes_alone(self.passes, self._passes_of(self.number - 1), ranks):
                 kind, why = "missing reduction", f"{why}: these ranks alone changed it"
         elif met := sums_copies(self.passes, place):
             kind, why = "wrong group", met
         elif states:
             lost = [norm for o in off for norm in self._norms_before(o)]
-            kind = self.kind_of_resume(ranks, lost) if resumed else "not restored" if self.number else "wrong scale"
+            kind = self.resume.kind(ranks, lost) if resumed else "not restored" if self.number else "wrong scale"
             if any(s[1] for s in states):
                 kind = "rounding/dtype"
+            elif resumed and all(self.resume.has_anothers(o.rank, self._own_name(o)) for o in holders):
+                kind = "wrong order"
             why = f"its {states[0][0]} differs"
         elif all(map(self._is_shorter, off)):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
-        elif resumed and any(self._saved(only_files=False)):
-            kind, why = self.kind_of_resume(ranks, []), "it was right before the run was resumed"
+        elif resumed and any(self.resume.saved(only_files=False)):
+            lacking = {key for o in off for key in self.whole["state"].get(o.name, {}).keys() - self._state(o).keys()}
+            kind, why = self.resume.kind(ranks, [], [*lacking]), "it was right before the run was resumed"
         elif len(ranks) < self.n or self._replicas_differ(off):
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
@@ -550,32 +572,6 @@ class Diagnosis:
         assert off.place is not None
         return part(self.whole["before"][off.name], off.place)
 
-    def rates(self, ranks: Sequence[int]) -> tuple[list[str], bool]:
-        """Return what differs of the parameters' rates, and whether those of some are as they should be."""
-        found, alike = set[str](), False
-        for rank in ranks:
-            for name, rates in self.own[rank]["rates"].items():
-                place = self.places[rank].get(name)
-                whole = self.whole["rates"].get(place.name) if place else None
-                if whole is not None:
-                    found |= (other := {key for key in RATES if rates.get(key) != whole.get(key)})
-                    alike |= not other
-        return sorted(found), alike
-
-    def _alone_changes_rates(self, ranks: Sequence[int]) -> bool:
-        """Return whether ranks have other rates than in the last step, and neither the rest nor one process has."""
-        last = [self.many.step(rank, self.number - 1)["rates"] for rank in range(self.n)] if self.number else []
-        changed = {rank for rank, rates in enumerate(last) if rates != self.own[rank]["rates"]}
-        return (
-            changed == set(ranks) != set(range(self.n))
-            and self.base["steps"][self.number - 1]["rates"] == self.whole["rates"]
-        )
-
-    def _has_no_decay(self, ranks: Sequence[int]) -> bool:
-        whole = max((rates.get("weight_decay", 0.0) for rates in self.whole["rates"].values()), default=0.0)
-        own = [rates.get("weight_decay", 0.0) for rank in ranks for rates in self.own[rank]["rates"].values()]
-        return whole > 0 and not any(own)
-
     def _norms_before(self, off: Off) -> list[float]:
         """Return the norms, after the last step, of what differs of a parameter's optimizer state."""
         if not self.number:
@@ -583,9 +579,12 @@ class Diagnosis:
         state = self.many.step(off.rank, self.number - 1)["state"].get(self._own_name(off), {})
         return [state[key]["norm"] for key, _ in self._states(off) if key in state]
 
+    def _state(self, off: Off) -> dict[str, Any]:
+        return self.own[off.rank]["state"].get(self._own_name(off), {})
+
     def _states(self, off: Off) -> list[tuple[str, bool]]:
         """List the entries of a parameter's optimizer state that differ, and whether in dtype."""
-        own = self.own[off.rank]["state"].get(self._own_name(off), {})
+        own = self._state(off)
         whole = self.whole["state"].get(off.name, {})
         found = []
         for key, entry in whole.items():

@@ -53,10 +53,39 @@ def counted_again(passes: Passes, scale: float) -> str:
     if sizes == {1} or len(sizes) > 1 or abs(scale * max(sizes) - 1) > 1e-2:
         return ""
     for every in zip(*map(_numbers, passes.own), strict=False):
-        values = [event["value"] for event in every]
+        (values,) = zip(*(event["values"] for event in every), strict=True)
         is_sum = all(event["kind"] == "all_reduce" and len(event["ranks"]) == len(data) for event in every)
         if is_sum and len({*values}) > 1 and all(values[a] == values[b] for a, bs in enumerate(alike) for b in bs):
             return f"a number is summed over all ranks, of which groups of {max(sizes)} have the same rows"
+    return ""
+
+
+def sums_a_copy(passes: Passes, phase: str) -> str:
+    """Find numbers that the ranks of a group have in common and sum, though a rank outside has others.
+
+    Args:
+        phase: "forward", or "" for what is between passes.
+    """
+    sent = [[e for e in one["sent"] if e["phase"] == phase and e["values"] and not e["of"]] for one in passes.own]
+    for every in zip(*sent, strict=False):
+        for event in every if all(e["kind"] == "all_reduce" for e in every) else ():
+            inside, outside = (
+                [every[r]["values"] for r in range(len(every)) if (r in event["ranks"]) == i] for i in (1, 0)
+            )
+            if len(inside) > 1 and all(v == inside[0] for v in inside) and any(v != inside[0] for v in outside):
+                return f"{listed(event['ranks'])} sum numbers that are the same on them, and other ranks have others"
+    return ""
+
+
+def sums_strangers(passes: Passes, names: set[str]) -> str:
+    """Find a sum of gradients over ranks that hold other parts of a parameter."""
+    keys = [{place.name: place.key for place in placed.values()} for placed in passes.places]
+    for rank, one in enumerate(passes.own):
+        homes = {own: place.name for own, place in passes.places[rank].items()}
+        for event in (event for event in one["sent"] if event["kind"] == "all_reduce" and event["phase"] != "forward"):
+            for name in {homes.get(own) for own in event["of"]} & names:
+                if len({keys[other][name] for other in event["ranks"] if name in keys[other]}) > 1:
+                    return f"all_reduce over {listed(event['ranks'])}, which hold other parts of it"
     return ""
 
 
@@ -86,4 +115,4 @@ def _data(passes: Passes) -> list[set[str]]:
 def _numbers(step: dict[str, Any]) -> list[dict[str, Any]]:
     """List the collectives of one number before the first that sends gradients."""
     first = next((n for n, e in enumerate(step["sent"]) if e["of"] or e["phase"] == "backward"), 0)
-    return [event for event in step["sent"][:first] if event["value"] is not None]
+    return [event for event in step["sent"][:first] if len(event["values"]) == 1]

@@ -127,7 +127,12 @@ class Passes:
         doubled = [
             rank
             for rank, rows in enumerate(own)
-            if any(lacking if rows == other else rows & other for other in own[:rank])
+            if any(
+                lacking
+                if rows == own[other]
+                else any((mine[rank] + mine[other] - theirs)[row] for row in rows & own[other])
+                for other in range(rank)
+            )
         ]
         more = [rank for rank, counts in enumerate(mine) if (counts - theirs).keys() & theirs.keys()]
         absent = [rank for rank, one in enumerate(self.own) if not one["calls"]]
@@ -171,19 +176,22 @@ class Passes:
 
     def wrong_labels(self) -> Rows | None:
         """Compare what each row was to predict; fractions may be computed, and are wrong where another row's."""
-        theirs = dict(self._labels(self.whole, self.whole_keys))
+        theirs: dict[str, list[Tensor]] = defaultdict(list)  # such a row as a token has several
+        for key, labels in self._labels(self.whole, self.whole_keys):
+            theirs[key].append(labels)
+        every = [labels for found in theirs.values() for labels in found]
         wrong = set()
         for rank, one in enumerate(self.own):
             for key, labels in self._labels(one, self.keys[rank]):
                 home, at = self.lengths[rank].get(key, (key, None))
-                there = theirs.get(home)
-                if there is None or len(labels) > len(there):
+                found = [
+                    there[at] if at is not None and len(at) == len(labels) and int(at.max()) < len(there) else there
+                    for there in theirs.get(home, ())
+                ]
+                alike = [torch.equal(there, labels) for there in found if len(there) == len(labels)]
+                if not alike or any(alike):
                     continue
-                if at is not None and len(at) == len(labels) and int(at.max()) < len(there):
-                    there = there[at]
-                if len(there) != len(labels) or torch.equal(there, labels):
-                    continue
-                if torch.equal(labels, labels.round()) or any(torch.equal(labels, other) for other in theirs.values()):
+                if torch.equal(labels, labels.round()) or any(torch.equal(labels, other) for other in every):
                     wrong.add(rank)
         return Rows(tuple(sorted(wrong)), "labels are other rows' or are missing") if wrong else None
 
@@ -297,11 +305,10 @@ class Passes:
             )
             if wrong:
                 return place, wrong, "numbers of an earlier step are drawn again"
-        given = [[call["inputs"] for call in one["calls"]] for one in self.own]
         sizes = {draw["module"]: draw.get("n") for draw in self.whole["draws"]}
         groups: dict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
         for rank, one in enumerate(self.own):
-            rows = tuple(row for inputs in given[rank] for value in inputs.values() for row in value["rows"])
+            rows = tuple(row for call in one["calls"] for value in call["inputs"].values() for row in value["rows"])
             for number, draw in enumerate(draw for draw in one["draws"] if not draw["again"]):
                 name = self.names[rank].get(draw["module"], draw["module"])
                 if sizes.get(name) == draw.get("n"):  # of a whole output, not of a share
@@ -410,13 +417,11 @@ class Passes:
         """
         keys = (key for key in self.in_order() if not key[0].endswith(INPUT))
         every = {key: pairs for key in keys if (pairs := self.pairs(key))}
-        alone = {pair.rank: key for key, pairs in every.items() for pair in pairs}  # the last of each rank
-        if among is None and not any(pair.differs for key in set(alone.values()) for pair in every[key]):
+        last = set({pair.rank: key for key, pairs in every.items() for pair in pairs}.values())  # of each rank
+        if among is None and not any(pair.differs for key in last for pair in every[key]):
             return None
         added = set[str]()
-        is_clear = self.whole["short"] and any(
-            pair.error > ANOTHER for key in set(alone.values()) for pair in every[key]
-        )
+        is_clear = self.whole["short"] and any(pair.error > ANOTHER for key in last for pair in every[key])
         for key, pairs in every.items():
             off = [pair for pair in pairs if pair.differs and (among is None or pair.error > ANOTHER)]
             if is_clear and all(pair.error < pair.rounding for pair in off):
@@ -425,7 +430,12 @@ class Passes:
                 continue
             around = every.get((key[0].rpartition(".")[0], key[1]), ())
             is_added, in_any_layer = around and not any(pair.differs for pair in around), re.sub(r"\d+", "#", key[0])
-            if (is_added or in_any_layer in added) and self.add_up(pairs):
+            beside = (
+                around
+                and not is_added
+                and self.added_again(key[0].rpartition(".")[0], [p for p in around if p.differs])
+            )
+            if (is_added or in_any_layer in added or beside) and self.add_up(pairs):
                 added.add(in_any_layer)  # the module around it, or around that of another layer, adds parts up
                 continue
             if key[0] in self.cut_inputs:  # each rank's sum over its own features
@@ -482,6 +492,14 @@ class Passes:
             earlier.append(other in order[: order.index(pair.row)])
         return "stale value" if all(earlier) else "wrong order" if earlier else None
 
+    def are_elsewhere(self, off: list[Pair], name: str) -> bool:
+        """Return whether rows of a table of positions are those of other places in it."""
+        whole = next(iter(self.reference[name, 1].values())).tokens if self.reference.get((name, 1)) else torch.zeros(0)
+        return all(
+            pair.row == "table" and len(whole) and float((pair.found[:, None] - whole).abs().amin(1).max()) < 1e-4
+            for pair in off
+        )
+
     def begins_alike(self) -> bool:
         """Return whether rows that a model is given again had the right outputs at first."""
         again = any(len(self.reference[key]) < len(rows) for key, rows in self.first.items())
@@ -522,6 +540,17 @@ class Passes:
             if mine.shape == theirs.shape and float(theirs.norm()) > 0:
                 found.append(Pair(rank, row.key, mine, theirs, (row.dtype, there.dtype)))
         return found
+
+    def given_back(self, ranks: tuple[int, ...]) -> tuple[str, str, tuple[int, ...]] | None:
+        """Say what is wrong with what came back to the last outputs of ranks: the kind, why, and where it arises."""
+        keys = reversed(self.in_order())
+        pairs = next((found for key in keys if (found := [p for p in self._returned(key) if p.rank in ranks])), [])
+        if not pairs or any(factor(pair.found, pair.whole) is not None for pair in pairs):
+            return None
+        if all(any(relative(pair.found, other.whole) < 1e-3 for other in pairs) for pair in pairs):
+            return "wrong order", "another row's comes back to its output", ranks
+        others = {*range(len(self.own))}.difference(ranks)
+        return "dead path", "a part of what comes back to its output lacks", tuple(others)
 
     def loss_scales(self) -> list[float | None]:
         """Return by how much the gradient of each row's last output is more than one process's."""

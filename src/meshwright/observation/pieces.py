@@ -111,3 +111,15 @@ def pieces_of(fsdp: Any, path: str) -> dict[int, tuple[Any, list[Piece]]]:
 def wrapped_under(module: Any) -> tuple[str, ...]:
     """Name the attributes under which a wrapper holds what it wraps."""
     return next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), ())
+
+
+def walk(module: Any, path: str, found: dict[int, tuple[Any, list[Piece]]], modules: dict[int, str]) -> None:
+    """Collect the parameters in a module, and the names of modules, free of wrappers."""
+    modules.setdefault(id(module), path.rstrip("."))
+    found |= {key: value for key, value in pieces_of(module, path).items() if key not in found}
+    for key, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in found:
+            found[id(parameter)] = parameter, [Piece(path + key)]
+    for key, child in module._modules.items():
+        if child is not None:
+            walk(child, path if key in wrapped_under(module) else f"{path}{key}.", found, modules)

@@ -35,13 +35,14 @@ from meshwright.observation.patches import (
     keep_identity,
     note_compilation,
 )
-from meshwright.observation.pieces import Piece, pieces_of, record, wrapped_under
+from meshwright.observation.pieces import Piece, pieces_of, record, walk, wrapped_under
 from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
     checksum,
     first_tensor,
     hashes,
     ids_of,
+    is_short,
     local_of,
     name_of,
     names_in,
@@ -50,23 +51,10 @@ from meshwright.observation.sketches import (
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 8"
-SHORT = torch.bfloat16, torch.float16
+FORMAT = "meshwright trace 9"
 SAVE = torch.save  # before it notes what is saved
 INPUT = " input"  # after the name of a module in the name of its first input
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
-
-
-def is_short(output: Tensor) -> bool:
-    """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
-    nodes, seen = [output.grad_fn], set[Any]()
-    while nodes and len(seen) < 20_000:
-        if (node := nodes.pop()) not in seen and node is not None:
-            seen.add(node)
-            if any(m.dtype in SHORT for m in getattr(node, "_input_metadata", ())):
-                return True
-            nodes += [other for other, _ in node.next_functions]
-    return output.dtype in SHORT
 
 
 def makes_states(optimizer: Any) -> bool:
@@ -98,6 +86,8 @@ class Recorder:
         self.modules: dict[int, str] = {}
         self.buffers: list[tuple[nn.Module, str, str]] = []
         self.roots: dict[int, nn.Module] = {}
+        self.copies: list[weakref.ref[nn.Module]] = []
+        """Models with the names of trained parameters, of which no optimizer steps one, such as averages."""
         self.others: list[str] = []
         self.began = time.time()
         self.stepped: set[int] = set()
@@ -114,7 +104,7 @@ class Recorder:
 
     def new(self) -> dict[str, Any]:
         lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent")
-        maps = ("gradients", "before", "after", "state", "rates")
+        maps = ("gradients", "before", "after", "state", "rates", "copy")
         return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "unseen": False, "again": {}}
 
     # --- forward
@@ -301,13 +291,21 @@ class Recorder:
 
     def parameters(self) -> dict[str, dict[str, Any]]:
         """Describe all parameters; one that has the same bits as the last time is not described again."""
-        found = {}
-        for name, (tensor, piece) in self._by_name().items():
-            mark = id(tensor), checksum(tensor)
-            if name not in self.seen or self.seen[name][0] != mark:
-                self.seen[name] = mark, piece.record(tensor)
-            found[name] = self.seen[name][1]
-        return found
+        return {name: self._described(name, *held) for name, held in self._by_name().items()}
+
+    def _described(self, name: str, tensor: Any, piece: Piece) -> dict[str, Any]:
+        mark = id(tensor), checksum(tensor)
+        if name not in self.seen or self.seen[name][0] != mark:
+            self.seen[name] = mark, piece.record(tensor)
+        return self.seen[name][1]
+
+    def copy_now(self) -> dict[str, dict[str, Any]]:
+        """Describe the parameters of the model that no optimizer steps; of several, none can be told from another."""
+        held: dict[int, tuple[Any, list[Piece]]] = {}
+        if len(self.copies) == 1:
+            walk(self.copies[0]() or nn.Identity(), "", held, {})
+        every = [(tensor, piece) for tensor, pieces in held.values() for piece in pieces]
+        return {piece.name: self._described(f"{piece.name} of the copy", tensor, piece) for tensor, piece in every}
 
     def buffers_now(self) -> dict[str, dict[str, Any]]:
         """Describe the buffers of floating-point numbers."""
@@ -403,6 +401,12 @@ class Recorder:
         tops.sort(key=lambda top: (-len(held[id(top)] & wanted), -len(held[id(top)])))
         for top in tops:
             self._name(top)
+        self.copies = []
+        for other in (module for module in outer if not held[id(module)] & self.held.keys()):
+            found: dict[int, tuple[Any, list[Piece]]] = {}
+            walk(other, "", found, {})
+            if found and {piece.name for _, pieces in found.values() for piece in pieces} <= self.named.keys():
+                self.copies.append(weakref.ref(other))
         succeeds = bool(tops)
         for number, p in enumerate(stepped):
             if id(p) not in self.held:
@@ -416,7 +420,7 @@ class Recorder:
         """Name a model; a second one that is in use at the same time gets a prefix, a successor the same names."""
         found: dict[int, tuple[Any, list[Piece]]] = {}
         modules: dict[int, str] = {}
-        self.walk(top, "", found, modules)
+        walk(top, "", found, modules)
         new = {key: value for key, value in found.items() if key not in self.held}
         rivals = {self.named[p.name] for _, pieces in new.values() for p in pieces if p.name in self.named}
         busy = {id(p) for root in self.roots.values() for p in root.parameters()}
@@ -439,19 +443,6 @@ class Recorder:
         for key, (tensor, pieces) in new.items():
             self.held[key], self.homes[key] = (tensor, pieces), id(top)
             self.named |= {piece.name: key for piece in pieces}
-
-    def walk(
-        self, module: nn.Module, path: str, found: dict[int, tuple[Any, list[Piece]]], modules: dict[int, str]
-    ) -> None:
-        """Collect the parameters in a module, and the names of modules, free of wrappers."""
-        modules.setdefault(id(module), path.rstrip("."))
-        found |= {key: value for key, value in pieces_of(module, path).items() if key not in found}
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in found:
-                found[id(parameter)] = parameter, [Piece(path + key)]
-        for key, child in module._modules.items():
-            if child is not None:
-                self.walk(child, path if key in wrapped_under(module) else f"{path}{key}.", found, modules)
 
     # --- write
 
@@ -488,7 +479,7 @@ class Recorder:
         """Note what the step left after its optimizers, write it, and return the parameters."""
         left, after = self.parameters(), self.now["after"]
         self.now["left"] = {name: None if entry is after.get(name) else entry for name, entry in left.items()}
-        self.now["buffers"] = self.buffers_now()
+        self.now["buffers"], self.now["copy"] = self.buffers_now(), self.copy_now()
         self.write()
         return left
 

@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 8"
+FORMAT = "meshwright trace 9"
 INPUT = " input"
 """What follows the name of a module in the name of its first input."""
 CLOSE = 1e-4
@@ -24,7 +24,7 @@ CLOSE = 1e-4
 NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
     **{key: [] for key in ("names", "loaded")},
-    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
+    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates", "copy")},
     "short": False,
     "unseen": False,
     "again": {},
@@ -85,9 +85,14 @@ class Run:
             one: the trace of one process.
         """
         rows = [rows_given(step) for step in one["steps"]]
+        order = {
+            name: n for step in reversed(one["steps"]) for c in step["calls"] for n, name in enumerate(c["inputs"])
+        }
         ranks = []
         for trace in self.ranks:
             own = [rows_given(step) for step in trace["steps"]]
+            for call in (call for step in trace["steps"] for call in step["calls"]):  # a batch may be a dict
+                call["inputs"] = dict(sorted(call["inputs"].items(), key=lambda item: order.get(item[0], len(order))))
             spare = range(max(0, len(rows) - len(own)) + 1)
             late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
             ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
