@@ -25,6 +25,19 @@ WRAPPERS = {
     "LoraModel": ("model",),
 }
 """Class name of a wrapper -> the attributes under which it holds what it wraps."""
+SHORT = torch.bfloat16, torch.float16
+
+
+def is_short(output: Tensor) -> bool:
+    """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
+    nodes, seen = [output.grad_fn], set[Any]()
+    while nodes and len(seen) < 20_000:
+        if (node := nodes.pop()) not in seen and node is not None:
+            seen.add(node)
+            if any(m.dtype in SHORT for m in getattr(node, "_input_metadata", ())):
+                return True
+            nodes += [other for other, _ in node.next_functions]
+    return output.dtype in SHORT
 
 
 def record(tensor: Any) -> dict[str, Any]:

@@ -35,14 +35,13 @@ from meshwright.observation.patches import (
     keep_identity,
     note_compilation,
 )
-from meshwright.observation.pieces import Piece, pieces_of, record, walk, wrapped_under
+from meshwright.observation.pieces import Piece, is_short, pieces_of, record, walk, wrapped_under
 from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
     checksum,
     first_tensor,
     hashes,
     ids_of,
-    is_short,
     local_of,
     name_of,
     names_in,

@@ -24,7 +24,6 @@ BLOCK = 1024
 """Numbers that are added up in their own precision, at most."""
 RUN = 1 << 16
 """Squares that are added up in their own precision, at most."""
-SHORT = torch.bfloat16, torch.float16
 SMALL = 1 << 15
 """Numbers of a tensor that is added up in float64, at most."""
 
@@ -151,18 +150,6 @@ def ids_of(tensor: Tensor) -> list[list[int]] | None:
         bits = found.float().contiguous().view(torch.int32).to(torch.int64)
         found = (bits * (2 * torch.arange(bits.shape[-1], device=bits.device) + 1) ** 3).sum(-1)
     return found.tolist()
-
-
-def is_short(output: Tensor) -> bool:
-    """Return whether a tensor was computed from one of 16 bits, by the first 20,000 nodes of its graph."""
-    nodes, seen = [output.grad_fn], set[Any]()
-    while nodes and len(seen) < 20_000:
-        if (node := nodes.pop()) not in seen and node is not None:
-            seen.add(node)
-            if any(m.dtype in SHORT for m in getattr(node, "_input_metadata", ())):
-                return True
-            nodes += [other for other, _ in node.next_functions]
-    return output.dtype in SHORT
 
 
 def first_tensor(value: Any) -> Tensor | None:
