@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshwright.observation.pieces import walk
 from meshwright.observation.sketches import first_tensor, local_of
 
 
@@ -33,7 +34,7 @@ class Reruns:
         """Note names below an outermost module, and what random numbers come next."""
         if self.recorder.stack == [id(module)]:
             self.names = {}
-            self.recorder.walk(module, "", {}, self.names)
+            walk(module, "", {}, self.names)
         if (name := self.names.get(id(module), "")) in self.asked and name not in self.recorder.now["again"]:
             self.draws[name] = torch.get_rng_state()
 
