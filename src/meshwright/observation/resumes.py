@@ -50,7 +50,7 @@ class Resume:
         own, last = self.many.step(rank, self.number), self.many.step(rank, self.number - 1)["state"]
         gradient, rates = own["gradients"].get(name), own["rates"].get(name, {})
         moment = "exp_avg" if "betas" in rates else "momentum_buffer"
-        if gradient is None or moment not in own["state"].get(name, {}):
+        if not self.number or gradient is None or moment not in own["state"].get(name, {}):
             return False
         kept = rates["betas"][0] if "betas" in rates else rates.get("momentum") or 1.0
         new = vector(gradient) * (1 - kept if "betas" in rates else 1.0)
