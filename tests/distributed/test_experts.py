@@ -656,16 +656,16 @@ def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tm
 
 def trained_and_lost(folder: str) -> None:
     """Writes every share of a stack where the first one belongs."""
-    from meshwright.checkpoint import save as written
+    from meshwright.checkpoint import snapshot
     from meshwright.distributed.weights.shards import Piece
 
-    true = written.pieces
+    true = snapshot.pieces
 
     def first(tensor: Tensor) -> list[Piece]:
         shares = isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
         return [replace(piece, offset=(0,) * tensor.dim()) if shares else piece for piece in true(tensor)]
 
-    with patch.object(written, "pieces", first):
+    with patch.object(snapshot, "pieces", first):
         trained(EP2, folder)
 
 

@@ -267,8 +267,14 @@ def scale_of_the_next_block():
 @contextmanager
 def halves_swapped():
     """The two codes of a byte change places."""
-    pairs = nf4._pairs
-    with patch.object(nf4, "_pairs", lambda device: pairs(device).flip(1)):
+    whole = unpack
+
+    def swapped(packed: Tensor, dtype: torch.dtype) -> Tensor:
+        blocks = packed.unflatten(1, (-1, 36)).clone()
+        blocks[..., :32] = blocks[..., :32] >> 4 | blocks[..., :32] << 4
+        return whole(blocks.flatten(1), dtype)
+
+    with patch.object(nf4, "unpack", swapped):
         yield
 
 

@@ -455,6 +455,50 @@ def test_passes_inside_transforms_are_compared_and_get_no_verdict_where_they_dif
     assert done.returncode == 2 and "run inside torch.func" in done.stderr, done.stdout
 
 
+KEPT_BESIDE = """
+import sys
+import torch
+from torch import nn
+kinds, late = sys.argv[1].split(), sys.argv[2] == "late"
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8))
+net[3].bias.requires_grad_(False)
+names = [name for name, p in net.named_parameters() if p.requires_grad]
+now = lambda: [p.detach().clone() for p in net.parameters() if p.requires_grad]
+averages = {kind: dict(zip(names, now())) if "dict" in kind else now() for kind in kinds}
+optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+
+def follow(kind):
+    old, share = averages[kind], 0.1 + 0.2 * kinds.index(kind)
+    pairs = list(zip(old.values() if "dict" in kind else old, now()))
+    if "rebuilt" in kind:
+        new = [a.lerp(p, share) for a, p in pairs]
+        averages[kind] = dict(zip(names, new)) if "dict" in kind else new
+    for average, p in pairs:
+        average.lerp_(p, share)
+
+for step in range(4):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    (net(x) - x).abs().mean().backward()
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    if late and step == 1:
+        follow(kinds[-1])
+    optimizer.step()
+    optimizer.zero_grad()
+    for kind in kinds[:-1] if late and step == 1 else kinds:
+        follow(kind)
+"""
+
+
+@pytest.mark.parametrize("kinds", ["list dict", "rebuilt-dict", pytest.param("rebuilt-list", marks=pytest.mark.all)])
+def test_what_scripts_keep_of_parameters_in_dicts_and_lists_is_compared(tmp_path: Path, kinds: str):
+    for when in ("one", "again", "late"):
+        observe(tmp_path / when, [sys.executable, "-c", KEPT_BESIDE, kinds, when], "--steps", "4")
+    assert blame(tmp_path / "one", tmp_path / "again")["verdict"] == "sound"
+    found = blame(tmp_path / "one", tmp_path / "late")
+    assert (found["verdict"], found["step"], found["place"]) == ("fault", 2, ".+") and "average" in found["words"]
+
+
 VARIED = """
 import copy, sys
 import torch

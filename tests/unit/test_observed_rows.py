@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from meshwright.observation.blame import Blame
+from meshwright.observation.copied import Copied
 from meshwright.observation.diagnosis import Diagnosis
 from meshwright.observation.passes import Pair, Passes
 from meshwright.observation.patches import count_keys, keys_by_mask
@@ -224,14 +224,33 @@ def entry(*values: float) -> dict:
         ([(2.0,), (2.0, 4.0, 1.0)], ()),  # in another shape
     ],
 )
-def test_a_model_without_an_optimizer_differs_where_no_rank_has_it_right(held, differ):
-    place = Place("w")
-    blame = SimpleNamespace(
-        base={"steps": [{"before": {"w": entry(1.0, 2.0)}}]},
-        floors=defaultdict(float),
-        _entries=lambda stage, step: [(r, place, entry(*own), entry(2.0, 4.0)) for r, own in enumerate(held)],
-    )
-    assert tuple(off.rank for off in Blame._copies(blame, 0)) == differ  # type: ignore[arg-type]
+def test_a_copy_differs_where_no_rank_has_it_right(held, differ):
+    assert copies_off([(2.0, 4.0)], [[own] for own in held]) == [(rank, 0) for rank in differ]
+
+
+def copies_off(whole: list[tuple[float, ...]], ranks: list[list[tuple[float, ...]]]) -> list[tuple[int, int]]:
+    """Ranks and numbers of the copies that differ in the first step, of copies of a parameter that was (1, 2)."""
+
+    def step(copies: list[tuple[float, ...]]) -> dict:
+        return {"before": {"w": entry(1.0, 2.0)}, "copies": [{"w": entry(*values)} for values in copies]}
+
+    run = Run(None, [{"steps": [step(copies)]} for copies in ranks])  # type: ignore[arg-type]
+    copied = Copied({"steps": [step(whole)]}, run, [{"w": Place("w")}] * len(ranks), [])
+    return [(off.rank, number) for off, number in copied.off(0, 12.0, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("held", "differ"),
+    [
+        ([[(5.0, 6.0), (2.0, 4.0)]], []),  # found in another order
+        ([[(2.0, 4.4), (5.0, 6.0)]], [(0, 0)]),
+        ([[(5.0, 6.6)]], [(0, 1)]),  # the other one is gone
+        ([[(9.0, 9.0), (5.0, 6.0), (2.0, 4.0)]], []),
+        ([[]], []),
+    ],
+)
+def test_of_several_copies_the_nearest_is_the_same(held, differ):
+    assert copies_off([(2.0, 4.0), (5.0, 6.0)], held) == differ
 
 
 def test_parameters_that_an_older_step_left():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 from pathlib import Path
@@ -108,3 +109,48 @@ def test_files_are_found_by_the_names_in_them(run_tests):
 def test_the_markers_are_declared(pytestconfig):
     assert {*TIERS, KILLS} <= {line.partition("(")[0].partition(":")[0] for line in pytestconfig.getini("markers")}
     assert FAST == "fast"
+
+
+def replaced_names(code: str) -> dict[str, str]:
+    """What a file's tests replace in modules of meshwright that it imports: "module:name" -> the call."""
+    tree, found = ast.parse(code), {}
+    homes = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright")
+        for alias in node.names
+    }
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1):
+        makes_it = {keyword.arg for keyword in call.keywords} & {"create", "raising"}
+        if ast.unparse(call.func) not in ("patch.object", "monkeypatch.setattr") or makes_it:
+            continue
+        target, name = map(ast.unparse, call.args[:2])
+        first, _, rest = target.partition(".")
+        if first in homes and isinstance(call.args[1], ast.Constant):
+            found[".".join(filter(None, [homes[first], rest, ast.literal_eval(name)]))] = ast.unparse(call)
+    return found
+
+
+def is_there(place: str) -> bool:
+    module, _, name = place.partition(":")
+    first, *way = name.split(".")
+    home = importlib.import_module(module)
+    home = getattr(home, first, None) or importlib.import_module(f"{module}.{first}")
+    for step in way[:-1]:
+        home = getattr(home, step)
+    return hasattr(home, way[-1])
+
+
+def test_what_tests_replace_is_there():
+    """A mutant of a name that has gone raises, and a test that only expects an error of it would pass."""
+    replaced = {}
+    for path in sorted((HOUSE / "tests").rglob("*.py")):
+        replaced |= replaced_names(path.read_text(encoding="utf-8"))
+    assert len(replaced) > 100
+    assert {place: call for place, call in replaced.items() if not is_there(place)} == {}
+
+
+def test_a_name_that_has_gone_is_seen():
+    code = "from meshwright.distributed import nf4\npatch.object(nf4, '_gone', None)\n"
+    (place,) = replaced_names(code)
+    assert not is_there(place) and is_there("meshwright.distributed:nf4.unpack")

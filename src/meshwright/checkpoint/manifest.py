@@ -254,9 +254,17 @@ def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) 
         new: the folder has no manifest so far.
 
     Raises:
-        IntegrityError: a pack is gone, or shorter than its pieces; the manifest was not written.
+        IntegrityError: a pack is gone or shorter than its pieces, or pieces do not add up to their tensor; the
+            manifest was not written.
         OSError: the store fails.
     """
+    for key, entry in manifest.tensors.items():
+        found, wanted = sum(math.prod(piece.shape) for piece in entry.pieces), math.prod(entry.shape)
+        if found != wanted:
+            raise IntegrityError(
+                f"{key} has {wanted:,} elements, and the ranks gave {found:,}: this layout saves wrong parts, a fault of"
+                f" meshwright. Save in another layout, and report it"
+            )
     ends: dict[str, int] = {}
     for piece in manifest.pieces:
         ends[piece.pack] = max(piece.end, ends.get(piece.pack, 0))

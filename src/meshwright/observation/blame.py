@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
+from .copied import Copied
 from .diagnosis import Diagnosis
 from .findings import Finding, Off, is_router, ranks_of
 from .groups import sums_a_copy
@@ -90,6 +91,7 @@ class Blame:
             self.counts += "; compiled graphs were cut at modules: observe --parameters-alone leaves them whole"
         for run in noisy:
             self._check_again(one, run)
+        self.copied = Copied(self.base, many, self.places, noisy)
         self.floors: dict[tuple[int, str, str], float] = defaultdict(float)
         for run in noisy:
             for step in range(min(self.n_steps, run.n_steps)):
@@ -159,8 +161,9 @@ class Blame:
             if gradients and not after and self._may_differ(step, gradients):
                 gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
-                if copied := self._copies(step):
-                    return Diagnosis(self.base, self.many, self.places, step).of_copies(copied)
+                if copied := self.copied.off(step, FLOORS, SMALL):
+                    seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
+                    return self.copied.finding(Diagnosis(self.base, self.many, self.places, seen), step, copied)
                 continue
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
             if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
@@ -463,25 +466,6 @@ class Blame:
             ):
                 found.append(Off(place.name, rank, mine, theirs, off / max(size, 1e-300), place))
         return found
-
-    def _copies(self, step: int) -> list[Off]:
-        """List the parameters of a model without an optimizer whose change differs on all ranks that hold a part."""
-        held: dict[Any, list[Off]] = defaultdict(list)
-        last = self.base["steps"][step - 1].get("copy", {}) if step else self.base["steps"][0]["before"]
-        for rank, place, entry, whole in self._entries("copy", step):
-            if place.name not in last or entry is None:
-                continue
-            size = whole["shape"] if place.dim is None else [len(place.index)]  # type: ignore[arg-type]
-            if size != (entry["shape"] if place.dim is None else [entry["shape"][place.dim]]):
-                continue  # such as a whole one beside shards
-            mine, theirs, before = own_part(entry, place), part(whole, place), part(last[place.name], place)
-            moved, size = float((theirs - before).norm()), float(theirs.norm())
-            least = max(1e-6, FLOORS * self.floors[step, "left", place.name]) * size
-            error = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
-            is_off = len(mine) and moved > 0 and error > max(least, SMALL * moved)
-            off = Off(place.name, rank, mine, theirs, error / max(size, 1e-300) if is_off else 0.0, place)
-            held[place.name, place.key].append(off)
-        return [o for replicas in held.values() if all(o.error for o in replicas) for o in replicas]
 
     def _blocks(self, stage: str, step: int, total: float) -> list[Off]:
         """Compare the tensors whose blocks are cut along several dims: their marginals add up to the whole's."""

@@ -96,19 +96,6 @@ class Diagnosis:
             self.finding(place, ranks, "stale value", "it changed after the optimizer's step"), step=self.number
         )
 
-    def of_copies(self, off: list[Off]) -> Finding:
-        """Describe parameters of a model that no optimizer steps."""
-        place = ".+" if len({o.name for o in off}) >= 0.8 * len(self.whole["copy"]) else off[-1].name
-        kind, why, ranks = "wrong scale", "", ranks_of(off)
-        last = self.base["steps"][self.number - 1]["copy"] if self.number else {}
-        if any(self.own[o.rank]["copy"][self._own_name(o)]["fits"] for o in off):
-            kind, why = "rounding/dtype", "its numbers are those of 16 bits"
-        elif any(map(self.resume.reads, ranks)):
-            kind, why = self.resume.kind(ranks, []), "it was right before the run was resumed"
-        elif all(o.name in last and relative(o.found, part(last[o.name], o.place)) < 1e-6 for o in off):  # type: ignore[arg-type]
-            kind, why = "stale value", "it is what one process had after the last step"
-        return self.finding(place, ranks, kind, why, "a model that no optimizer steps differs")
-
     def _is_reordered(self, off: list[Off]) -> bool:
         """Return whether the ranks' shards hold together what they should, each something of another's."""
         pairs = [[o for o in off if o.name == name and o.found is not None] for name in {o.name for o in off}]

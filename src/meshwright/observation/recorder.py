@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.observation.collectives import MOST_COLLECTIVES, describe, note_collectives, settle, storage
+from meshwright.observation.copies import Copies
 from meshwright.observation.patches import (
     ATTENTION,
     DRAWS,
@@ -50,7 +51,7 @@ from meshwright.observation.sketches import (
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 9"
+FORMAT = "meshwright trace 10"
 SAVE = torch.save  # before it notes what is saved
 INPUT = " input"  # after the name of a module in the name of its first input
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
@@ -85,8 +86,7 @@ class Recorder:
         self.modules: dict[int, str] = {}
         self.buffers: list[tuple[nn.Module, str, str]] = []
         self.roots: dict[int, nn.Module] = {}
-        self.copies: list[weakref.ref[nn.Module]] = []
-        """Models with the names of trained parameters, of which no optimizer steps one, such as averages."""
+        self.copies = Copies()
         self.others: list[str] = []
         self.began = time.time()
         self.stepped: set[int] = set()
@@ -102,9 +102,10 @@ class Recorder:
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def new(self) -> dict[str, Any]:
-        lists = ("calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent")
-        maps = ("gradients", "before", "after", "state", "rates", "copy")
-        return {key: [] for key in lists} | {key: {} for key in maps} | {"short": False, "unseen": False, "again": {}}
+        lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
+        maps = "gradients", "before", "after", "state", "rates", "again"
+        flags = {"short": False, "unseen": False}
+        return {key: [] for key in (*lists, "copies")} | {key: {} for key in maps} | flags
 
     # --- forward
 
@@ -298,13 +299,10 @@ class Recorder:
             self.seen[name] = mark, piece.record(tensor)
         return self.seen[name][1]
 
-    def copy_now(self) -> dict[str, dict[str, Any]]:
-        """Describe the parameters of the model that no optimizer steps; of several, none can be told from another."""
-        held: dict[int, tuple[Any, list[Piece]]] = {}
-        if len(self.copies) == 1:
-            walk(self.copies[0]() or nn.Identity(), "", held, {})
-        every = [(tensor, piece) for tensor, pieces in held.values() for piece in pieces]
-        return {piece.name: self._described(f"{piece.name} of the copy", tensor, piece) for tensor, piece in every}
+    def copies_now(self) -> list[dict[str, dict[str, Any]]]:
+        """Describe what the script keeps of the parameters beside them."""
+        every = enumerate(self.copies.now(self._by_name()))
+        return [{name: self._described(f"{name} of copy {n}", *at) for name, at in held.items()} for n, held in every]
 
     def buffers_now(self) -> dict[str, dict[str, Any]]:
         """Describe the buffers of floating-point numbers."""
@@ -400,12 +398,7 @@ class Recorder:
         tops.sort(key=lambda top: (-len(held[id(top)] & wanted), -len(held[id(top)])))
         for top in tops:
             self._name(top)
-        self.copies = []
-        for other in (module for module in outer if not held[id(module)] & self.held.keys()):
-            found: dict[int, tuple[Any, list[Piece]]] = {}
-            walk(other, "", found, {})
-            if found and {piece.name for _, pieces in found.values() for piece in pieces} <= self.named.keys():
-                self.copies.append(weakref.ref(other))
+        self.copies.find((m for m in outer if not held[id(m)] & self.held.keys()), self._by_name())
         succeeds = bool(tops)
         for number, p in enumerate(stepped):
             if id(p) not in self.held:
@@ -478,7 +471,7 @@ class Recorder:
         """Note what the step left after its optimizers, write it, and return the parameters."""
         left, after = self.parameters(), self.now["after"]
         self.now["left"] = {name: None if entry is after.get(name) else entry for name, entry in left.items()}
-        self.now["buffers"], self.now["copy"] = self.buffers_now(), self.copy_now()
+        self.now["buffers"], self.now["copies"] = self.buffers_now(), self.copies_now()
         self.write()
         return left
 

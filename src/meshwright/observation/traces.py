@@ -14,7 +14,7 @@ from meshwright.core.errors import ConfigError
 
 from .sketches import unpacked
 
-FORMAT = "meshwright trace 9"
+FORMAT = "meshwright trace 10"
 INPUT = " input"
 """What follows the name of a module in the name of its first input."""
 CLOSE = 1e-4
@@ -23,8 +23,8 @@ CLOSE = 1e-4
 
 NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
-    **{key: [] for key in ("names", "loaded")},
-    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates", "copy")},
+    **{key: [] for key in ("names", "loaded", "copies")},
+    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
     "unseen": False,
     "again": {},

@@ -23,7 +23,7 @@ def run(name: str, file: str) -> Any:
 
 def record() -> None:
     """Install the recorder, in an environment that may have no meshwright."""
-    folder, parts = os.path.dirname(HERE), ("sketches", "collectives", "pieces", "patches", "reruns")
+    folder, parts = os.path.dirname(HERE), ("sketches", "collectives", "pieces", "copies", "patches", "reruns")
     for part in parts:
         run(f"meshwright.observation.{part}", os.path.join(folder, f"{part}.py"))
     run("_meshwright_recorder", os.path.join(folder, "recorder.py")).install()

@@ -1,0 +1,99 @@
+"""Find what a script keeps of a model's parameters beside them: a teacher, an average, weights of full precision.
+
+Like the recorder, this file is loaded by its path into whatever environment the script has, so it imports torch alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.observation.pieces import WRAPPERS, Piece, walk
+from meshwright.observation.sketches import local_of
+
+Held = dict[str, tuple[Any, Piece]]
+"""Name of a parameter -> the tensor that holds it, and what of it."""
+NEAR = 0.5
+"""How far a copy is from the parameters at most, as a part of their norm; gradients and moments are no copies."""
+MOST_COPIES = 3
+INSIDE = {attribute for attributes in WRAPPERS.values() for attribute in attributes}
+
+
+class Copies:
+    """What a script keeps of the stepped parameters beside them.
+
+    A copy is a model with names of stepped parameters, of which no optimizer steps one, or a dict by name or a list of
+    tensors that are near the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.tensors: list[Held] = []
+        self.are_sought = False
+
+    def find(self, models: Iterable[nn.Module], stepped: Held) -> None:
+        """Look for copies among models without stepped parameters, and in dicts and lists."""
+        self.models = []
+        for model in models:
+            found: dict[int, tuple[Any, list[Piece]]] = {}
+            walk(model, "", found, {})
+            if found and {piece.name for _, pieces in found.values() for piece in pieces} <= stepped.keys():
+                self.models.append(weakref.ref(model))
+        self.are_sought = bool(_kept_beside(stepped))
+
+    def now(self, stepped: Held) -> list[Held]:
+        """Return the copies' tensors, in whose place a script may have put others; nothing if there are many."""
+        every = _kept_beside(stepped) if self.are_sought else []
+        for model in self.models:
+            found: dict[int, tuple[Any, list[Piece]]] = {}
+            walk(model() or nn.Identity(), "", found, {})
+            every.append({piece.name: (tensor, piece) for tensor, pieces in found.values() for piece in pieces})
+        return every if len(every) <= MOST_COPIES else []
+
+
+def _kept_beside(stepped: Held) -> list[Held]:
+    """Find the dicts and lists of tensors that are copies of all parameters, or of all that are trained."""
+    if any(piece.whole is not None for _, piece in stepped.values()):
+        return []  # flat shards have no tensors of their own
+    trained = {name: held for name, held in stepped.items() if held[0].requires_grad}
+    if len(trained) < 2:
+        return []
+    kinds, copies = (dict, OrderedDict, list), []
+    for kept in gc.get_objects():
+        if type(kept) not in kinds or len(kept) < len(trained):
+            continue
+        first = next(iter(kept if type(kept) is list else kept.values()))
+        if isinstance(first, Tensor) and not isinstance(first, nn.Parameter):
+            copies.append(_as_copy(kept, stepped if len(kept) == len(stepped) else trained))
+    return [copy for copy in copies if copy]
+
+
+def _as_copy(kept: Any, wanted: Held) -> Held:
+    """Return by name what a dict or list of tensors keeps of the wanted parameters, if it keeps all."""
+    if type(kept) is list:
+        by_name = dict(zip(wanted, kept, strict=True)) if len(kept) == len(wanted) else {}
+    else:
+        by_name = {".".join(part for part in str(key).split(".") if part not in INSIDE): kept[key] for key in [*kept]}
+    if not wanted.keys() <= by_name.keys():
+        return {}
+    found = {name: (by_name[name], piece) for name, (_, piece) in wanted.items()}
+    return found if _is_near(found, wanted) else {}
+
+
+def _is_near(found: Held, wanted: Held) -> bool:
+    """Return whether tensors are near the parameters, and not the parameters themselves."""
+    away, size = 0.0, 0.0
+    for name, (tensor, _) in found.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+            return False
+        copied, own = local_of(tensor.detach()), local_of(wanted[name][0].detach())
+        if copied.shape != own.shape or copied.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+            return False
+        away += float((copied.double() - own.double()).square().sum())
+        size += float(own.double().square().sum())
+    return 0 < size and away <= NEAR**2 * size
