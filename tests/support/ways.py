@@ -22,6 +22,7 @@ from meshwright.core.names import clean
 from meshwright.distributed.memory.live import stored, tensors_in
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.parallelize import parallelize
+from meshwright.distributed.process import agree
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.weights.shards import whole_on_first
@@ -460,7 +461,11 @@ def _planned(way: Way, model: ParallelModel) -> Figures:
     made = model.plan
     if made.pipeline is not None:
         assert model.mesh is not None
-        made = replace(made, collectives=pipeline_collectives(model.facts, made)[model.mesh.get_local_rank("pp")])
+        planned = (
+            pipeline_collectives(model.facts, made) if get_world_info().rank == 0 else []
+        )  # it has measured the model
+        stage = model.mesh.get_local_rank("pp")
+        made = replace(made, collectives=agree.from_rank_zero(planned)[stage])
     return estimated(made, Batch(way.problem.data.rows, way.problem.data.seq, way.rows))
 
 

@@ -232,7 +232,7 @@ def copies_off(whole: list[tuple[float, ...]], ranks: list[list[tuple[float, ...
     """Ranks and numbers of the copies that differ in the first step, of copies of a parameter that was (1, 2)."""
 
     def step(copies: list[tuple[float, ...]]) -> dict:
-        return {"before": {"w": entry(1.0, 2.0)}, "copies": [{"w": entry(*values)} for values in copies]}
+        return {"before": {"w": entry(1.0, 2.0)}, "copies": [{"owner": "", "held": {"w": entry(*v)}} for v in copies]}
 
     run = Run(None, [{"steps": [step(copies)]} for copies in ranks])  # type: ignore[arg-type]
     copied = Copied({"steps": [step(whole)]}, run, [{"w": Place("w")}] * len(ranks), [])

@@ -262,8 +262,8 @@ def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) 
         found, wanted = sum(math.prod(piece.shape) for piece in entry.pieces), math.prod(entry.shape)
         if found != wanted:
             raise IntegrityError(
-                f"{key} has {wanted:,} elements, and the ranks gave {found:,}: this layout saves wrong parts, a fault of"
-                f" meshwright. Save in another layout, and report it"
+                f"{key} has {wanted:,} elements, and the ranks gave {found:,}: this layout saves wrong parts, which is"
+                f" a fault of meshwright. Save in another layout, and report it"
             )
     ends: dict[str, int] = {}
     for piece in manifest.pieces:

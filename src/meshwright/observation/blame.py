@@ -165,6 +165,8 @@ class Blame:
                     seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
                     return self.copied.finding(Diagnosis(self.base, self.many, self.places, seen), step, copied)
                 continue
+            if step and (copied := self.copied.off(step - 1, FLOORS, SMALL, everywhere=False)):
+                return self.copied.finding(Diagnosis(self.base, self.many, self.places, step - 1), step - 1, copied)
             diagnosis = Diagnosis(self.base, self.many, self.places, step)
             if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
                 raise ConfigError(
@@ -181,7 +183,11 @@ class Blame:
             is_others = diagnosis.passes.other_batches() and not sums_a_copy(diagnosis.passes, "forward")
             if is_others and self._is_small(step, gradients, after):
                 continue
-            return diagnosis.place([] if self._is_in_update(step, gradients, after) else gradients, after)
+            found = diagnosis.place([] if self._is_in_update(step, gradients, after) else gradients, after)
+            every = range(len(self.many.ranks))
+            return (
+                self._without_twin(step) if diagnosis.is_vague and any(self._drawn(r, step) for r in every) else found
+            )
         n = len(self.base["steps"][0]["before"])
         counts = (self.n_steps, "step"), (n, "parameter"), (len(self.many.ranks), "process")
         of = ", ".join(f"{n} {word}" + ("es" if word == "process" else "s") * (n > 1) for n, word in counts)
@@ -215,7 +221,8 @@ class Blame:
         mine: Counter[str] = Counter()
         whole, first = every[0]
         own = [set(counts) for counts in first if counts]
-        if own and all(2 * len(rows - theirs.keys()) > len(rows) for rows in own):  # each run draws others
+        are_others = own and all(2 * len(rows - theirs.keys()) > len(rows) for rows in own)
+        if are_others or self._draw_rows(whole, first):
             again = tuple(rank for rank, counts in enumerate(first) if counts and counts in first[:rank])
             return (0, again) if again and len(set().union(*own)) < len(whole) else (self.n_steps, ())
         for step, (_, ranks) in enumerate(every):
@@ -228,6 +235,18 @@ class Blame:
             if found:
                 return step, tuple(found)
         return (self.n_steps, ()) if theirs == mine else None
+
+    def _draw_rows(self, whole: Counter[str], own: list[Counter[str]]) -> bool:
+        """Return whether ranks that share the first step's rows out have others because they draw other numbers."""
+        strange = [rank for rank, counts in enumerate(own) if counts.keys() - whole.keys()]
+        are_drawn = bool(strange) and all(self._drawn(rank, 0) for rank in strange)
+        return are_drawn and sum(own, Counter()).total() == whole.total()
+
+    def _drawn(self, rank: int, step: int) -> set[str]:
+        """Return the states from which a rank drew numbers outside of models up to a step, and one process did not."""
+        runs = self.base["steps"][: step + 1], [self.many.step(rank, n) for n in range(step + 1)]
+        whole, own = ({state for one in steps for state in one["drawn"]} for steps in runs)
+        return own - whole
 
     def _without_twin(self, step: int) -> Finding:
         """Compare ranks with each other, where their steps have rows that no step of one process has."""
@@ -246,11 +265,25 @@ class Blame:
                 return Diagnosis(self.base, self.many, self.places, later).of_missing(
                     {o.name for o in off}, ranks_of(off), "ranks have different copies"
                 )
+            if buffers := self._other_buffers(later):
+                return Diagnosis(self.base, self.many, self.places, later).finding(
+                    buffers[0], range(len(self.many.ranks)), "missing reduction", "", "ranks have different buffers"
+                )
         words = (
-            f"rows are others, or in another order, from step {step + 1} on; so ranks were compared with each other:"
-            " they agree"
+            f"rows, or random numbers, are others from step {step + 1} on; so ranks were compared with each other: they"
+            " agree"
         )
         return Finding("sound", words=words)
+
+    def _other_buffers(self, step: int) -> list[str]:
+        """List the buffers that differ between ranks after a step, but statistics of batches."""
+        first, *rest = (self.many.step(rank, step).get("buffers", {}) for rank in range(len(self.many.ranks)))
+        return [
+            name
+            for name, entry in first.items()
+            for other in rest
+            if "running_" not in name and name in other and relative(vector(other[name]), vector(entry), 1e-6) > 1e-3
+        ]
 
     def _is_small(self, step: int, gradients: list[Off], after: list[Off]) -> bool:
         """Return whether differences are as small as other batches make in a loss that is no sum over rows."""

@@ -11,8 +11,11 @@ from .diagnosis import Diagnosis
 from .findings import Finding, Off, ranks_of
 from .traces import Place, Run, own_part, part, places_of, relative, vector
 
-Copy = dict[str, dict[str, Any]]
-"""Name of a parameter -> what describes a copy's numbers of it."""
+Held = dict[str, dict[str, Any]]
+"""Name of a parameter -> what describes its numbers."""
+Copy = dict[str, Any]
+"""``owner``: how the script reaches it, "" where that is unknown; ``held``: its numbers."""
+NOTHING: Copy = {"owner": "", "held": {}}
 Key = tuple[int, int, str]
 """A step, a copy's number and a parameter."""
 
@@ -40,32 +43,35 @@ class Copied:
             for step, whole in enumerate(self.whole):
                 for n, copy in enumerate(_of_rank(run.step(0, step)["copies"], whole, at)):
                     for name, place in _shared(copy, whole[n], at):
-                        error = relative(vector(copy[name]), vector(whole[n][place.name]))
+                        error = relative(vector(copy["held"][name]), vector(whole[n]["held"][place.name]))
                         self.noise[step, n, place.name] = max(error, self.noise[step, n, place.name])
 
-    def off(self, step: int, floors: float, share: float) -> list[tuple[Off, int]]:
-        """List the parts of copies, and the copies' numbers, that differ on all ranks that hold them.
+    def off(self, step: int, floors: float, share: float, everywhere: bool = True) -> list[tuple[Off, int]]:
+        """List the parts of copies, and the copies' numbers, that differ.
 
         Args:
             floors: how many times what noise changes a part may differ.
             share: the part of its change in the step by which it may differ.
+            everywhere: whether no rank that holds the part has it right, since one rank may keep a copy for all.
         """
         found: dict[Any, list[tuple[Off, int]]] = defaultdict(list)
         whole = self.whole[step] if step < len(self.whole) else []
         for rank, places in enumerate(self.places):
             for n, copy in enumerate(_of_rank(self.many.step(rank, step)["copies"], whole, places)):
-                last = self._last(step, n)
+                last, whole_now = self._last(step, n), whole[n]["held"]
                 for name, place in _shared(copy, whole[n], places):
-                    if place.name not in last or last[place.name]["shape"] != whole[n][place.name]["shape"]:
+                    if place.name not in last or last[place.name]["shape"] != whole_now[place.name]["shape"]:
                         continue  # a teacher may have a student's names and be wider
-                    mine, theirs = own_part(copy[name], place), part(whole[n][place.name], place)
+                    mine, theirs = own_part(copy["held"][name], place), part(whole_now[place.name], place)
                     moved, size = float((theirs - part(last[place.name], place)).norm()), float(theirs.norm())
                     error = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
                     least = max(1e-6, floors * self.noise[step, n, place.name]) * size
                     is_off = len(mine) and moved > 0 and error > max(least, share * moved)
                     off = Off(place.name, rank, mine, theirs, error / max(size, 1e-300) if is_off else 0.0, place)
                     found[n, place.name, place.key].append((off, n))
-        return [pair for replicas in found.values() if all(o.error for o, _ in replicas) for pair in replicas]
+        wanted = all if everywhere else any
+        differing = [replicas for replicas in found.values() if wanted(o.error for o, _ in replicas)]
+        return [(o, n) for replicas in differing for o, n in replicas if o.error]
 
     def is_read(self, step: int, off: Sequence[tuple[Off, int]]) -> bool:
         """Return whether a file was read before the copies were seen, as the next step began."""
@@ -78,8 +84,9 @@ class Copied:
             diagnosis: of the step, or of the next one if a file was read between them.
         """
         names, number, ranks = {o.name for o, _ in off}, off[-1][1], ranks_of(o for o, _ in off)
-        whole = self.whole[step][number]
-        place = ".+" if len(names) >= 0.8 * len(whole) else off[-1][0].name
+        whole = self.whole[step][number]["held"]
+        owner = self._own(step, ranks[0], number)["owner"] or self.whole[step][number]["owner"]
+        place = ".".join(filter(None, [owner, off[-1][0].name if len(names) < 0.8 * len(whole) else ""])) or ".+"
         kind, why = "wrong scale", ""
         if any(map(diagnosis.resume.reads, ranks)):
             worst = max((o for o, _ in off), key=lambda o: o.error)
@@ -87,21 +94,24 @@ class Copied:
             why = "it was right before the run was resumed"
         elif any(self._is_short(step, rank, number) for rank in ranks):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
-        elif step and all(relative(o.found, part(self._last(step, n)[o.name], o.place)) < 1e-6 for o, n in off):  # type: ignore[arg-type]
-            kind, why = "stale value", "it is what one process had after the last step"
+        elif all(relative(o.found, part(self._last(step, n)[o.name], o.place)) < 1e-6 for o, n in off):  # type: ignore[arg-type]
+            is_late = step and len(ranks) == len(self.places)
+            kind, why = ("stale value" if is_late else "not updated"), "it is what one process had after the last step"
         return diagnosis.finding(place, ranks, kind, why, "what is kept of the parameters, such as an average, differs")
 
-    def _last(self, step: int, number: int) -> Copy:
+    def _last(self, step: int, number: int) -> Held:
         """Return what a copy of one process was after the step before; the first parameters where there was none."""
         last = self.whole[step - 1] if step else []
-        return last[number] if number < len(last) and last[number] else self.first
+        return last[number]["held"] if number < len(last) and last[number]["held"] else self.first
+
+    def _own(self, step: int, rank: int, number: int) -> Copy:
+        return _of_rank(self.many.step(rank, step)["copies"], self.whole[step], self.places[rank])[number]
 
     def _is_short(self, step: int, rank: int, number: int) -> bool:
-        """Return whether a rank's numbers are those of 16 bits, and one process's are not."""
-        whole = self.whole[step]
-        copy = _of_rank(self.many.step(rank, step)["copies"], whole, self.places[rank])[number]
-        shared = list(_shared(copy, whole[number], self.places[rank]))
-        return any(copy[name]["fits"] and not whole[number][place.name]["fits"] for name, place in shared)
+        """Return whether a rank's numbers are those of 16 bits where one process's are not."""
+        own, whole = self._own(step, rank, number), self.whole[step][number]
+        pairs = [(own["held"][name], whole["held"][at.name]) for name, at in _shared(own, whole, self.places[rank])]
+        return any(not theirs["fits"] for _, theirs in pairs) and all(a["fits"] or b["fits"] for a, b in pairs)
 
 
 def _of_rank(copies: Sequence[Copy], whole: Sequence[Copy], places: Mapping[str, Place]) -> list[Copy]:
@@ -109,16 +119,15 @@ def _of_rank(copies: Sequence[Copy], whole: Sequence[Copy], places: Mapping[str,
 
     def apart(own: Copy, other: Copy) -> float:
         shared = list(_shared(own, other, places))
-        pairs = [(own_part(own[name], place), part(other[place.name], place)) for name, place in shared]
+        pairs = [(own_part(own["held"][name], at), part(other["held"][at.name], at)) for name, at in shared]
         return sum(float((a - b).norm()) ** 2 for a, b in pairs) if pairs else float("inf")
 
     return _in_order(copies, whole, apart)[: len(whole)]
 
 
 def _apart(one: Copy, other: Copy) -> float:
-    if one.keys() != other.keys():
-        return float("inf")
-    return sum(float((vector(one[name]) - vector(other[name])).norm()) ** 2 for name in one)
+    a, b = one["held"], other["held"]
+    return sum(float((vector(a[n]) - vector(b[n])).norm()) ** 2 for n in a) if a.keys() == b.keys() else float("inf")
 
 
 def _in_order(copies: Sequence[Copy], others: Sequence[Copy], apart: Callable[[Copy, Copy], float]) -> list[Copy]:
@@ -128,16 +137,16 @@ def _in_order(copies: Sequence[Copy], others: Sequence[Copy], apart: Callable[[C
     for distance, n, m in pairs:
         if distance < float("inf") and n not in at.values() and m not in at:
             at[m] = n
-    found = [copies[at[m]] if m in at else {} for m in range(len(others))]
+    found = [copies[at[m]] if m in at else NOTHING for m in range(len(others))]
     return found + [copy for n, copy in enumerate(copies) if n not in at.values()]
 
 
 def _shared(own: Copy, whole: Copy, places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
     """Go through the names in a rank's copy whose parts are in one process's."""
-    for name, entry in own.items():
+    for name, entry in own["held"].items():
         place = places.get(name)
-        if place is None or place.name not in whole or (place.offset is not None and place.dim is None):
+        if place is None or place.name not in whole["held"] or (place.offset is not None and place.dim is None):
             continue
-        size = whole[place.name]["shape"] if place.dim is None else [len(place.index)]  # type: ignore[arg-type]
+        size = whole["held"][place.name]["shape"] if place.dim is None else [len(place.index)]  # type: ignore[arg-type]
         if size == (entry["shape"] if place.dim is None else [entry["shape"][place.dim]]):
             yield name, place  # else such as a whole one beside shards

@@ -6,6 +6,7 @@ Like the recorder, this file is loaded by its path into whatever environment the
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ Held = dict[str, tuple[Any, Piece]]
 NEAR = 0.5
 """How far a copy is from the parameters at most, as a part of their norm; gradients and moments are no copies."""
 MOST_COPIES = 3
+MOST_OBJECTS = 10_000
+CLOSED = type(sys), weakref.ProxyType, weakref.CallableProxyType
 INSIDE = {attribute for attributes in WRAPPERS.values() for attribute in attributes}
 
 
@@ -46,18 +49,50 @@ class Copies:
                 self.models.append(weakref.ref(model))
         self.are_sought = bool(_kept_beside(stepped))
 
-    def now(self, stepped: Held) -> list[Held]:
-        """Return the copies' tensors, in whose place a script may have put others; nothing if there are many."""
+    def now(self, stepped: Held) -> list[tuple[str, Held]]:
+        """Return the copies' owners and tensors, for which a script may have put others; nothing if there are many."""
         every = _kept_beside(stepped) if self.are_sought else []
         for model in self.models:
             found: dict[int, tuple[Any, list[Piece]]] = {}
             walk(model() or nn.Identity(), "", found, {})
-            every.append({piece.name: (tensor, piece) for tensor, pieces in found.values() for piece in pieces})
-        return every if len(every) <= MOST_COPIES else []
+            held = {piece.name: (tensor, piece) for tensor, pieces in found.values() for piece in pieces}
+            every.append((model(), held))
+        if len(every) > MOST_COPIES:
+            return []
+        owners = _owners({id(kept) for kept, _ in every}) if every else {}
+        return [(owners.get(id(kept), ""), held) for kept, held in every]
 
 
-def _kept_beside(stepped: Held) -> list[Held]:
-    """Find the dicts and lists of tensors that are copies of all parameters, or of all that are trained."""
+def _owners(wanted: set[int]) -> dict[int, str]:
+    """Name objects as the script reaches them from its variables, like ``trainer.average``, over three attributes."""
+    frame, found, seen = sys._getframe(1), dict[int, str](), set[int]()
+    every = [(name, value) for name, value in vars(sys.modules["__main__"]).items()]
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "meshwright", "_meshwright_recorder"):
+            every += frame.f_locals.items()
+        frame = frame.f_back
+    for _ in range(4):
+        inner = []
+        for name, value in every:
+            if (
+                id(value) in seen
+                or not isinstance(name, str)
+                or name.startswith("_")
+                or issubclass(type(value), CLOSED)
+            ):
+                continue
+            seen.add(id(value))
+            if id(value) in wanted:
+                found[id(value)] = name
+            elif len(seen) < MOST_OBJECTS:
+                held = value if type(value) is dict else getattr(value, "__dict__", {})
+                inner += [(f"{name}.{key}", other) for key, other in [*held.items()] if not str(key).startswith("_")]
+        every = inner
+    return found
+
+
+def _kept_beside(stepped: Held) -> list[tuple[Any, Held]]:
+    """Find the dicts and lists that are copies of all parameters, or of all that are trained, and their tensors."""
     if any(piece.whole is not None for _, piece in stepped.values()):
         return []  # flat shards have no tensors of their own
     trained = {name: held for name, held in stepped.items() if held[0].requires_grad}
@@ -69,8 +104,8 @@ def _kept_beside(stepped: Held) -> list[Held]:
             continue
         first = next(iter(kept if type(kept) is list else kept.values()))
         if isinstance(first, Tensor) and not isinstance(first, nn.Parameter):
-            copies.append(_as_copy(kept, stepped if len(kept) == len(stepped) else trained))
-    return [copy for copy in copies if copy]
+            copies.append((kept, _as_copy(kept, stepped if len(kept) == len(stepped) else trained)))
+    return [(kept, copy) for kept, copy in copies if copy]
 
 
 def _as_copy(kept: Any, wanted: Held) -> Held:

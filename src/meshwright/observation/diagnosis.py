@@ -12,10 +12,20 @@ import torch
 from torch import Tensor
 
 from .findings import Finding, Off, is_position, is_router, is_small, near, ranks_of
-from .groups import counted_again, listed, meets_strangers, sent, sums_a_copy, sums_copies, sums_strangers
+from .groups import (
+    adds_up_around,
+    counted_again,
+    listed,
+    meets_strangers,
+    sent,
+    sums_a_copy,
+    sums_copies,
+    sums_strangers,
+)
 from .passes import Pair, Passes, factor, is_one, is_permuted
 from .rates import changes_alone, has_no_decay, other_rates
 from .resumes import Resume
+from .row_kinds import of_rows
 from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
 SCALED = ("missing reduction", "wrong scale", "double reduction")
@@ -37,6 +47,8 @@ class Diagnosis:
         self.n = len(many.ranks)
         self.passes = Passes(base, many, places, step)
         self.resume = Resume(many, step)
+        self.is_vague = False
+        """Whether no more is known than that gradients differ."""
         self.bound = 5e-2 if self.whole["short"] else 1e-3
         """Relative error by which two tensors are the same, up to a factor."""
 
@@ -83,7 +95,11 @@ class Diagnosis:
                 kind = "missing reduction" if self._replicas_differ(off) else "wrong scale"
                 return self.finding(place, ranks, kind, "it was right in the first forward", "it was moved")
             loaded = any("before" in self.own[rank]["loaded"] for rank in ranks)
-            return self.finding(place, ranks, "not restored" if loaded else "seed", "before the first step")
+            kind, why = "not restored" if loaded else "seed", "before the first step"
+            factors = [factor(o.found, o.whole) for o in off if o.found is not None and o.whole is not None]
+            if len(factors) == len(off) and None not in factors and not loaded:
+                kind, why = "wrong scale", f"{factors[0]:.6g} times, before the first step"
+            return self.finding(place, ranks, kind, why)
         if any(self.resume.reads(rank) for rank in ranks):
             last = [self.many.step(o.rank, self.number - 1)["after"].get(self._own_name(o)) for o in off]
             norms = [entry["norm"] for entry in last if entry]
@@ -157,9 +173,11 @@ class Diagnosis:
             kind, why, ranks = "wrong scale", "scores are scaled otherwise", sights.scaled
         elif met := meets_strangers(self.passes, name):
             kind, why = "wrong group", met
-        elif (found := self._of_rows(inputs, inputs)) is not None:
+        elif (found := of_rows(self.passes, inputs, inputs)) is not None:
             (kind, why), name, what = found, source, "what becomes of its output differs"
-        elif (found := self._of_rows(off, every)) is not None:
+            if max(pair.error for pair in inputs) < 1e-2 and self.number and self._was_right(name):
+                kind, why = "stale value", "the first step was right, and this one nearly is"
+        elif (found := of_rows(self.passes, off, every)) is not None:
             is_table = is_position(name) or all(pair.row == "table" for pair in off)
             kind, why = ("position", "") if is_table and found[0] == "wrong order" else found
         elif self.passes.are_elsewhere(off, name):
@@ -172,7 +190,10 @@ class Diagnosis:
             kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
         elif is_position(name):
             kind = "position"
-        elif any(key.startswith(f"{name}.running_") for key in self.whole.get("buffers", ())):
+        elif any(
+            key.startswith(f"{name}.") and ("running_" in key or key in self._other_buffers(self.number))
+            for key in self.whole.get("buffers", ())
+        ):
             kind, why = "missing reduction", "its statistics are those of fewer rows"
         elif max(errors) < 0.02 or (not right and median(errors) < 0.01):
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
@@ -181,6 +202,8 @@ class Diagnosis:
             if any(map(self.resume.reads, ranks)) and (lost := self._other_buffers(self.number)):
                 kind = self.resume.kind(sorted(ranks), [], [*lost])
                 why = f"{min(lost)} was lost when the run was resumed"
+        elif right and not attends and adds_up_around(self.passes, name):
+            kind, why = "missing reduction", f"{right} tokens of a row are right"
         elif right and (attends or inputs or not sights.is_known):
             is_first = right == 1 and all(bool(r[0]) or not bool(r.any()) for r in rights)
             kind, why = ("position" if is_first or sights.is_known else "mask"), f"{right} tokens of a row are right"
@@ -196,36 +219,6 @@ class Diagnosis:
         elif (inputs or not name) and not any(p.isdigit() and p != "0" for p in name.split(".")):
             kind = "position"
         return self.finding(name or ".+", ranks, kind, why, f"{what} ({max(errors):.1e})")
-
-    def _of_rows(self, off: list[Pair], every: list[Pair]) -> tuple[str, str] | None:
-        """Recognise what one number, a sum, or another order makes of one process's rows."""
-        factors = [factor(pair.found, pair.whole) for pair in off]
-        if not off:
-            return None
-        if is_one(factors):
-            return ("double reduction" if near(factors[0], self.n) else "wrong scale"), f"{factors[0]:.6g} times"
-        if self.n > 1 and self.passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
-            return "missing reduction", "each rank has its own part of the sum"
-        if (kind := self._of_statistics(off)) is not None:
-            return kind, "right but for a scale and a shift of each feature: statistics of other rows"
-        if all(pair.is_permuted for pair in off):
-            return "wrong order", "the same numbers in another order"
-        return None
-
-    def _of_statistics(self, off: list[Pair]) -> str | None:
-        """Recognise outputs that differ by a scale and a shift of each feature, alike for all rows of a rank."""
-        lines = []
-        for rank in sorted({pair.rank for pair in off}):
-            found, whole = ([getattr(p, key) for p in off if p.rank == rank] for key in ("found", "whole"))
-            if len(found) < 3 or len({len(row) for row in (*found, *whole)}) > 1:
-                return None
-            (y, y_mean), (x, x_mean) = ((m - m.mean(0), m.mean(0)) for m in map(torch.stack, (found, whole)))
-            slope = (x * y).sum(0) / (x * x).sum(0).clamp(min=1e-12)
-            if relative(slope * x, y) > 1e-3:
-                return None
-            lines.append(torch.cat([slope, y_mean - slope * x_mean]))
-        alike = max((sum(relative(line, other) < 1e-3 for other in lines) for line in lines), default=0)
-        return "wrong group" if 1 < alike < len(lines) else "missing reduction" if alike == 1 else None
 
     def _rounds_a_buffer(self, name: str) -> bool:
         whole, prefix = self.whole.get("buffers", {}), f"{name}." * bool(name)
@@ -326,6 +319,8 @@ class Diagnosis:
             return "wrong group", met, ranks
         if tied := self._copies_of_one(finite):
             return "tie broken", f"{tied[1]} are one parameter in one process", ranks
+        if everywhere and self.number and all(map(self.resume.reads, ranks)):
+            return "not saved", "parameters are right, and something else was lost when the run was resumed", ranks
         if self.number and any(self._stale(o, last) for o in finite):
             return "stale value", "the last step's is in it", ranks
         if (word := self._unreduced(finite)) is not None:
@@ -355,6 +350,7 @@ class Diagnosis:
             return "position", "", ranks
         if not everywhere:
             return "missing reduction", "", ranks
+        self.is_vague = True
         if shares:
             return "wrong scale", "rows count by other shares of the loss", ranks
         if is_one_loss and not self.passes.pairs(self.passes.in_order()[-1]):
@@ -523,6 +519,8 @@ class Diagnosis:
                 kind = "rounding/dtype"
             elif resumed and all(self.resume.has_anothers(o.rank, self._own_name(o)) for o in holders):
                 kind = "wrong order"
+            elif not resumed and all(o.place and o.place.dim is not None and self._sums(o) for o in holders):
+                kind = "missing reduction"
             why = f"its {states[0][0]} differs"
         elif all(map(self._is_shorter, off)):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
@@ -568,6 +566,11 @@ class Diagnosis:
 
     def _state(self, off: Off) -> dict[str, Any]:
         return self.own[off.rank]["state"].get(self._own_name(off), {})
+
+    def _sums(self, off: Off) -> bool:
+        """Return whether a state that differs is a statistic of the parameter's rows or columns."""
+        n_dims, state = len(self.whole["before"][off.name]["shape"]), self.whole["state"][off.name]
+        return any(0 < len(state[key]["shape"]) < n_dims or 1 in state[key]["shape"] for key, _ in self._states(off))
 
     def _states(self, off: Off) -> list[tuple[str, bool]]:
         """List the entries of a parameter's optimizer state that differ, and whether in dtype."""

@@ -41,6 +41,12 @@ def meets_strangers(passes: Passes, module: str) -> str:
     return ""
 
 
+def adds_up_around(passes: Passes, module: str) -> bool:
+    """Return whether parts are added up over ranks in the forward of a module or of one around it, but the model."""
+    homes = {_home(passes, 0, event) for event in passes.own[0]["sent"] if event["kind"] == "all_reduce"}
+    return any(home and f"{module}.".startswith(f"{home}.") for home in homes)
+
+
 def counted_again(passes: Passes, scale: float) -> str:
     """Find a number that all ranks sum before the gradients, and that those with the same rows have in common.
 

@@ -91,6 +91,8 @@ def instead(home: Any, name: str, recorder: Any) -> None:
         if torch.compiler.is_compiling() and name in DROPOUTS and not recorder.closed:
             return plain(**{**given, "p": 0.0})
         if torch.compiler.is_compiling() or not recorder.inside():
+            if name in DRAWS and not torch.compiler.is_compiling():
+                recorder.drew_outside(kwargs.get("generator"))
             return plain(*args, **kwargs)
         rate = given.get("dropout_p", given.get("p", 0.5 if name in DROPOUTS else 0.0))
         if name not in DRAWS and not (given.get("training", True) and rate):

@@ -105,7 +105,7 @@ class Recorder:
         lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
         maps = "gradients", "before", "after", "state", "rates", "again"
         flags = {"short": False, "unseen": False}
-        return {key: [] for key in (*lists, "copies")} | {key: {} for key in maps} | flags
+        return {key: [] for key in (*lists, "copies", "drawn")} | {key: {} for key in maps} | flags
 
     # --- forward
 
@@ -299,10 +299,12 @@ class Recorder:
             self.seen[name] = mark, piece.record(tensor)
         return self.seen[name][1]
 
-    def copies_now(self) -> list[dict[str, dict[str, Any]]]:
+    def copies_now(self) -> list[dict[str, Any]]:
         """Describe what the script keeps of the parameters beside them."""
-        every = enumerate(self.copies.now(self._by_name()))
-        return [{name: self._described(f"{name} of copy {n}", *at) for name, at in held.items()} for n, held in every]
+        return [
+            {"owner": owner, "held": {name: self._described(f"{name} of copy {n}", *at) for name, at in held.items()}}
+            for n, (owner, held) in enumerate(self.copies.now(self._by_name()))
+        ]
 
     def buffers_now(self) -> dict[str, dict[str, Any]]:
         """Describe the buffers of floating-point numbers."""
@@ -349,12 +351,15 @@ class Recorder:
 
     def drew(self, generator: torch.Generator | None) -> dict[str, Any]:
         """Note the state of a generator that is about to draw."""
-        state = (generator or torch.default_generator).get_state().numpy().tobytes()
-        mark = hashlib.blake2b(state, digest_size=8).hexdigest()
         module = self.stack[-1] if self.stack and not in_backward() else 0
-        draw = {"module": module, "state": mark, "again": in_backward()}
+        draw = {"module": module, "state": state_of(generator), "again": in_backward()}
         self.now["draws"].append(draw)
         return draw
+
+    def drew_outside(self, generator: torch.Generator | None) -> None:
+        """Note the state of a generator that is about to draw for rows, or for anything else outside of a model."""
+        if not self.closed and not self.stack and len(self.now["drawn"]) < MOST_DRAWN:
+            self.now["drawn"].append(state_of(generator))
 
     def kept(self, norms: str, names: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the norms of the tensors, and the names, in what is written to a file or taken as a state."""
@@ -415,8 +420,7 @@ class Recorder:
         walk(top, "", found, modules)
         new = {key: value for key, value in found.items() if key not in self.held}
         rivals = {self.named[p.name] for _, pieces in new.values() for p in pieces if p.name in self.named}
-        busy = {id(p) for root in self.roots.values() for p in root.parameters()}
-        if rivals & busy:
+        if rivals & self._busy(new):
             inner = top
             while (key := next((k for k in wrapped_under(inner) if k in inner._modules), None)) is not None:
                 inner = inner.get_submodule(key)
@@ -435,6 +439,13 @@ class Recorder:
         for key, (tensor, pieces) in new.items():
             self.held[key], self.homes[key] = (tensor, pieces), id(top)
             self.named |= {piece.name: key for piece in pieces}
+
+    def _busy(self, new: dict[int, Any]) -> set[int]:
+        """Return the parameters of models that this step calls; not of one that a file is read in place of."""
+        uses = {key: {id(p) for p in root.parameters()} for key, root in self.roots.items()}
+        calls = [uses.get(call["module"], set()) for call in self.now["calls"]]
+        begun = next((n for n, used in enumerate(calls) if used & new.keys()), 0) if self.now["loaded"] else 0
+        return set().union(*calls[begun:], *(() if begun else uses.values()))
 
     # --- write
 
@@ -498,6 +509,12 @@ class _Returned:
             self.event["back"] = sketch(gradient)
 
 
+def state_of(generator: torch.Generator | None) -> str:
+    """Describe a generator's state."""
+    state = (generator or torch.default_generator).get_state().numpy().tobytes()
+    return hashlib.blake2b(state, digest_size=8).hexdigest()
+
+
 def is_here(tensor: Tensor) -> bool:
     """Return whether a tensor has numbers."""
     return not tensor.is_meta and type(tensor).__name__ not in TRACED
@@ -512,6 +529,7 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
+MOST_DRAWN = 256
 MOST_TARGETS = 4096
 """Targets of a call that are recorded; of a call with more, rows are not compared."""
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")

@@ -23,7 +23,7 @@ CLOSE = 1e-4
 
 NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
-    **{key: [] for key in ("names", "loaded", "copies")},
+    **{key: [] for key in ("names", "loaded", "copies", "drawn")},
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
     "unseen": False,
@@ -246,7 +246,8 @@ def places_in(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Place]:
             continue
         beside = [p for n, p in found.items() if n.rpartition(".")[0] == module and p.dim == 0 and p.index is not None]
         index = next((p.index for p in beside if p.index is not None), None)
-        if index is not None and len(index) == entry["shape"][0] and int(index.max()) < whole[guess]["shape"][0]:
+        (n, *rest), (n_whole, *rest_whole) = entry["shape"] or [0], whole[guess]["shape"] or [0]
+        if index is not None and len(index) == n and int(index.max()) < n_whole and rest == rest_whole:
             found[name] = Place(guess, 0, index)
     return found
 
