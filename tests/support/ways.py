@@ -462,7 +462,7 @@ def _planned(way: Way, model: ParallelModel) -> Figures:
     if made.pipeline is not None:
         assert model.mesh is not None
         planned = (
-            pipeline_collectives(model.facts, made) if get_world_info().rank == 0 else []
+            pipeline_collectives(model.facts, made) if get_world_info()[0] == 0 else []
         )  # it has measured the model
         stage = model.mesh.get_local_rank("pp")
         made = replace(made, collectives=agree.from_rank_zero(planned)[stage])
