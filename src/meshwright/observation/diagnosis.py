@@ -199,9 +199,10 @@ class Diagnosis:
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
         elif self.number and self._was_right(name):
             kind, why = "stale value", "the first step was right"
-            if any(map(self.resume.reads, ranks)) and (lost := self._other_buffers(self.number)):
+            if any(map(self.resume.reads, ranks)):
+                lost = self._other_buffers(self.number)
                 kind = self.resume.kind(sorted(ranks), [], [*lost])
-                why = f"{min(lost)} was lost when the run was resumed"
+                why = f"{min(lost, default='something of it')} was lost when the run was resumed"
         elif right and not attends and adds_up_around(self.passes, name):
             kind, why = "missing reduction", f"{right} tokens of a row are right"
         elif right and (attends or inputs or not sights.is_known):
