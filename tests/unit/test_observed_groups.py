@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.observation.groups import counted_again, meets_strangers, sent, sums_a_copy, sums_copies, sums_strangers
+from meshwright.observation.groups import (
+    adds_up_around,
+    counted_again,
+    meets_strangers,
+    sent,
+    sums_a_copy,
+    sums_copies,
+    sums_strangers,
+)
 from meshwright.observation.traces import Place
 
 ROWS = ["ab", "ab", "cd", "cd"]
@@ -50,6 +58,21 @@ def passes(groups: list[list[int]], rows: list[str] = ROWS, keys: str = "....", 
 )
 def test_a_group_in_a_forward_that_leaves_out_those_with_the_same_rows(groups, other, is_found):
     assert bool(meets_strangers(passes(groups, **other), "mix")) == is_found
+
+
+@pytest.mark.parametrize(
+    ("module", "other", "is_found"),
+    [
+        ("mix", {}, True),
+        ("mix.gate", {}, True),
+        ("mixer", {}, False),
+        ("mix", {"module": ""}, False),  # a loss of the model's
+        ("mix", {"kind": "all_gather"}, False),
+        ("mix", {"phase": "backward"}, False),
+    ],
+)
+def test_parts_that_are_added_up_in_a_module_or_around_it(module, other, is_found):
+    assert adds_up_around(passes(EVERY, **other), module) == is_found
 
 
 @pytest.mark.parametrize(

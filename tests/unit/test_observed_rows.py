@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,8 @@ from meshwright.observation.diagnosis import Diagnosis
 from meshwright.observation.passes import Pair, Passes
 from meshwright.observation.patches import count_keys, keys_by_mask
 from meshwright.observation.resumes import Resume
-from meshwright.observation.traces import Place, Run, parts_of_rows, rows_given
+from meshwright.observation.row_kinds import of_rows
+from meshwright.observation.traces import Place, Run, parts_of_rows, places_in, rows_given
 
 ROWS, HEADS, QUERIES, KEYS = 2, 3, 4, 6
 VISIBLE = torch.arange(KEYS) <= torch.arange(QUERIES)[:, None] + 1  # 2 keys for the first query, 5 for the last
@@ -208,6 +211,51 @@ def test_a_moment_that_was_another_parameters(rates):
         now["state"] = {"a": {key: entry(*(0.75 * b + share * g for b, g in zip(begun, (8.0, 4.0), strict=True)))}}
         run = Run(None, [{"steps": [last, now]}])  # type: ignore[arg-type]
         assert Resume(run, 1).has_anothers(0, "a") == is_anothers
+
+
+@pytest.mark.parametrize(
+    ("scales", "kind"),
+    [
+        ((2.0, 2.0, 2.0, 2.0), "double reduction"),
+        ((1.5, 1.5, 1.5, 1.5), "wrong scale"),
+        ((1.5, 1.5, 0.7, 0.7), "missing reduction"),
+        ((1.5, 0.7, 1.5, 0.7), None),
+    ],
+)
+def test_rows_that_ranks_scale(scales, kind):
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    pairs = [Pair(n // 2, "abcd"[n], scale * rows[n], rows[n], ("", "")) for n, scale in enumerate(scales)]
+    passes = SimpleNamespace(own=[{}, {}], add_up=lambda _: False)
+    assert (of_rows(passes, pairs, pairs) or (None, ""))[0] == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "drawn", "are_drawn"),
+    [
+        (["ab", "xy"], ["s", "st"], True),
+        (["ab", "xy"], ["s", "s"], False),  # other rows of the same draws
+        (["ab", "xy"], ["st", "s"], False),  # the other rank draws its own
+        (["abcd", "xyzw"], ["s", "st"], False),  # every rank has all rows
+        (["ab", "cd"], ["s", "st"], False),
+    ],
+)
+def test_rows_that_ranks_draw_themselves(own, drawn, are_drawn):
+    ranks = [{"steps": [{"drawn": [*states]}]} for states in drawn]
+    blame = SimpleNamespace(base={"steps": [{"drawn": ["s"]}]}, many=Run(None, ranks))  # type: ignore[arg-type]
+    blame._drawn = partial(Blame._drawn, blame)
+    assert Blame._draw_rows(blame, Counter("abcd"), [Counter(rows) for rows in own]) == are_drawn  # type: ignore[arg-type]
+
+
+def test_a_part_with_other_dims_has_no_place():
+    def whole(*shape: int) -> dict:
+        return {**entry(*range(shape[0])), "shape": [*shape], "whole": None, "offset": None}
+
+    mine = {
+        "a.bias": {**entry(2.0, 3.0), "whole": [4], "offset": [2]},
+        "a.weight": {**whole(2, 18), "m": [torch.ones(2)]},
+    }
+    assert [*places_in(mine, {"a.bias": whole(4), "a.weight": whole(4, 2, 3, 3)})] == ["a.bias"]
+    assert [*places_in(mine, {"a.bias": whole(4), "a.weight": whole(4, 18)})] == ["a.bias", "a.weight"]
 
 
 def entry(*values: float) -> dict:

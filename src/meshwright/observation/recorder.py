@@ -104,8 +104,8 @@ class Recorder:
     def new(self) -> dict[str, Any]:
         lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
         maps = "gradients", "before", "after", "state", "rates", "again"
-        flags = {"short": False, "unseen": False}
-        return {key: [] for key in (*lists, "copies", "drawn")} | {key: {} for key in maps} | flags
+        keys = {key: [] for key in (*lists, "copies", "drawn")} | {key: {} for key in maps}
+        return {**keys, "short": False, "unseen": False}
 
     # --- forward
 
@@ -358,7 +358,7 @@ class Recorder:
 
     def drew_outside(self, generator: torch.Generator | None) -> None:
         """Note the state of a generator that is about to draw for rows, or for anything else outside of a model."""
-        if not self.closed and not self.stack and len(self.now["drawn"]) < MOST_DRAWN:
+        if not self.closed and not self.stack and len(self.now["drawn"]) < MOST_TARGETS:
             self.now["drawn"].append(state_of(generator))
 
     def kept(self, norms: str, names: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -529,9 +529,8 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
-MOST_DRAWN = 256
 MOST_TARGETS = 4096
-"""Targets of a call that are recorded; of a call with more, rows are not compared."""
+"""Targets of a call that are recorded, and draws of a step; of a call with more, rows are not compared."""
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy_with_logits", "kl_div", "l1_loss")
 
 
