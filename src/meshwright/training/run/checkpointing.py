@@ -53,8 +53,7 @@ class Checkpointing:
     def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
         self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
         elsewhere = run.config.checkpoint.folder
-        self.folder = CheckpointFolder(elsewhere) if elsewhere else folder.checkpoints
-        agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
+        self.folder = CheckpointFolder(elsewhere or folder.path / "checkpoints")
         self.latest: Location | None = None
         self.pending: tuple[Handle, int] | None = None
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
