@@ -524,7 +524,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_spoils_nothin
         assert (
             said.startswith("IntegrityError: cannot ")
             and fault in said
-            and "The last whole checkpoint is untouched" in said
+            and "No earlier checkpoint was touched" in said
         ), said
         assert "Traceback" not in said
         assert changed == []

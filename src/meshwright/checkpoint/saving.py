@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
 import time
@@ -37,6 +38,7 @@ from .store import OWN_MEMORY, Buffer, Location, Store, place_of
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
+UNTOUCHED = "No earlier checkpoint was touched."
 
 
 def runs_of(
@@ -112,17 +114,21 @@ class Handle:
 
     Attributes:
         path: the folder that it becomes.
-        problem: why there is no new checkpoint, "" while all is well; the same on every rank.
+        problem: why there is no new checkpoint (then ``bytes`` is 0), or why ``then`` failed; "" while all is well. The
+            same on every rank.
         skipped: whether an earlier save was under way, so that this one was not begun.
         bytes: of the checkpoint, once it is whole.
         seconds: from its begin to its end.
         waited: seconds that ``save`` itself took.
+        given_up: why this process gave it up, "" if it did not.
+        has_replaced: whether it took the place of an earlier one, so that the next one waits for it.
     """
 
     def __init__(self, path: Location):
         self.path, self.problem, self.skipped, self.bytes, self.waited = path, "", False, 0, 0.0
         self.begun, self.seconds = time.perf_counter(), 0.0
-        self.over, self.is_cancelled = threading.Event(), False
+        self.over, self.given_up, self.has_replaced = threading.Event(), "", False
+        self.is_waited_for, self.until = False, math.inf
 
     @property
     def done(self) -> bool:
@@ -133,12 +139,17 @@ class Handle:
         """Return when the checkpoint is whole.
 
         Raises:
-            IntegrityError: it will not be, or is not within ``timeout`` seconds. Any older checkpoint is untouched.
+            IntegrityError: it will not be, or is not within ``timeout`` seconds, or ``then`` failed.
         """
         if not self.over.wait(timeout):
             raise IntegrityError(f"{self.path} is not whole after {timeout:g} s: its save goes on")
         if self.problem:
-            raise IntegrityError(f"{self.problem}. The last whole checkpoint is untouched.")
+            raise IntegrityError(self.words)
+
+    @property
+    def words(self) -> str:
+        """The problem in sentences."""
+        return f"{self.problem}." if self.bytes else f"{self.problem}. {UNTOUCHED}"
 
     def end(self, problem: str = "") -> None:
         """Set the outcome."""
@@ -297,10 +308,8 @@ def together(action: Callable[[], Result], *, what: str, here: bool = True) -> R
         except MeshwrightError as error:
             if not isinstance(error, IntegrityError):
                 raise
-            raise IntegrityError(f"{what}: {error} The last whole checkpoint is untouched.") from error
+            raise IntegrityError(f"{what}: {error} {UNTOUCHED}") from error
         except Exception as error:
-            raise IntegrityError(
-                f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched."
-            ) from error
+            raise IntegrityError(f"{what}: {type(error).__name__}: {error}. {UNTOUCHED}") from error
 
     return agree.together(worded, here=here)  # type: ignore[return-value]

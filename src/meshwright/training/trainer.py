@@ -167,7 +167,7 @@ class _Loop:
         self.config, self.started = run.config, trainer.started
         self.timeline, self.heartbeat, self.peers = trainer.timeline, trainer.heartbeat, trainer.peers
         self.at = Position()
-        self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
+        self.checkpoints = Checkpointing(run, folder, self.at, progress.say, stop)
         self.teller = Teller(run, folder, self.at, progress)
         self.trace = trace
         whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero, ranks_per_node
 from meshwright.training.build import Run
@@ -22,6 +23,7 @@ from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
 from meshwright.training.memory import memory_left
 from meshwright.training.run.folder import RunFolder
+from meshwright.training.stopping import StopRequest
 from meshwright.training.throughput import StartupTimeline
 
 IN_MEMORY = "the memory of the hosts"
@@ -50,7 +52,7 @@ class Checkpointing:
         latest: the checkpoint that the run would continue from, None without one.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
+    def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None], stop: StopRequest):
         self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
         elsewhere = run.config.checkpoint.folder
         self.folder = CheckpointFolder(elsewhere or folder.path / "checkpoints")
@@ -58,7 +60,8 @@ class Checkpointing:
         self.pending: tuple[Handle, int] | None = None
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
         beside, most = c.asynchronous and is_beside(c.folder, say), int(c.host_memory * 2**30)
-        self.saver = Saver(most, c.when_busy, say, lambda: memory_left(ranks)) if beside else None
+        left = functools.partial(memory_left, ranks)
+        self.saver = Saver(most, c.when_busy, say, left, stopped=lambda: stop.signal) if beside else None
         self.memory = open_host_memory(folder.path, c.memory_folder) if c.memory_every else None
         self.kept: Handle | None = None
 
@@ -99,7 +102,7 @@ class Checkpointing:
                 self.say(f"{error}. Saves are synchronous from here on")
                 self.saver = None
         if self.pending is not None and (handle is None or not handle.skipped):
-            self.pending[0].over.wait()
+            self._wait(self.pending[0])
             self.look()
         if handle is None:
             handle = Handle(path)
@@ -115,8 +118,13 @@ class Checkpointing:
     def _remove_old(self) -> None:
         try:
             self.folder.keep_last(self.r.config.checkpoint.keep_last)
-        except OSError as error:
+        except (OSError, MeshwrightError) as error:
             self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
+
+    def _wait(self, handle: Handle) -> None:
+        if self.saver is not None:
+            self.saver.wait_for(handle)
+        handle.over.wait()
 
     def look(self) -> None:
         """Say how the save under way ended, if it did."""
@@ -124,7 +132,8 @@ class Checkpointing:
             return
         (handle, step), self.pending = self.pending, None
         if handle.problem:
-            self.say(f"{handle.problem}. Training goes on, and the next save tries again; last whole: {self.latest}")
+            last = f"last whole: {self.latest}" if self.latest else "none is whole so far"
+            self.say(f"{handle.problem}. The next save tries again; {last}")
             return
         self.latest = self.folder.of_step(step)
         self.say(f"saved {self.latest} ({bytes_text(handle.bytes)}, {duration_text(handle.seconds)})")
@@ -138,7 +147,7 @@ class Checkpointing:
         if self.pending is None:
             return
         handle, step = self.pending
-        handle.over.wait()
+        self._wait(handle)
         self.look()
         if handle.problem and step == self.at.step:
             self.save(is_last=True)
