@@ -21,7 +21,7 @@ from meshwright.checkpoint import pieces as packs
 from meshwright.checkpoint import store as stores
 from meshwright.checkpoint.copying import copy, verify
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, commit, pack_name, worth_referring_to
+from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
 from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
@@ -46,10 +46,10 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
     store, name = store_of(place), f"step-{step:08d}"
     entries = []
     for rank in (0, 1):
-        known = {}
+        earlier = {}, {}
         if after is not None:
             there = f"step-{after:08d}"
-            known = worth_referring_to(Manifest.read(store.location(there)), there, name)
+            earlier = blocks_in(Manifest.read(store.location(there)), there, name)
         mine = []
         for key, value in values.items():
             if not value.ndim:
@@ -63,7 +63,7 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
                     continue
             data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             mine.append(PieceInMemory(key, offset, part.shape, str(value.dtype), data))
-        entries += write_pieces(store, name, pack_name(f"{step:08x}", rank), mine, known)
+        entries += write_pieces(store, name, pack_name(f"{step:08x}", rank), mine, *earlier)
     tensors = {
         key: TensorEntry(value.shape, str(value.dtype), tuple(e for e in entries if e.key == key))
         for key, value in values.items()

@@ -24,8 +24,6 @@ CHUNK = 1 << 22
 STEP = r"step-(\d{8,})"
 PACK = re.compile(rf"({STEP}/)?[\w.-]+\.safetensors")
 """Name of a pack in a manifest: of a file beside it, or of one in the folder of another checkpoint of the run."""
-IDLE = 1 << 20
-"""Bytes that may lie idle in a checkpoint's packs, however small it is."""
 LARGEST_HEADER = 100_000_000
 """Limit in bytes, as in the safetensors library."""
 
@@ -215,25 +213,12 @@ def pack_name(token: str, rank: int) -> str:
     return f"pieces-{token}-{rank:05d}.safetensors"
 
 
-def worth_referring_to(manifest: Manifest, here: str, folder: str) -> Known:
-    """Return the blocks of the checkpoint ``here`` that one in ``folder`` refers to, if it has the same.
-
-    A pack is kept whole for the blocks that are still in use. Where the others have come to more bytes than a
-    checkpoint has, the packs with the largest share of them are not referred to any more.
-    """
-    live: dict[str, dict[int, int]] = {}
-    for piece in manifest.pieces:
-        live.setdefault(piece.pack, {})[piece.begin] = piece.end - piece.begin
-    used = {pack: sum(sizes.values()) for pack, sizes in live.items()}
-    idle = {pack: manifest.files[pack].bytes - size for pack, size in used.items()}
-    worth = sorted(idle, key=lambda pack: idle[pack] / manifest.files[pack].bytes)
-    while sum(idle[pack] for pack in worth) > max(sum(used.values()), IDLE):
-        worth.pop()
-    return {
-        (piece.hash, piece.end - piece.begin): replace(piece, pack=locate(here, piece.pack).removeprefix(f"{folder}/"))
-        for piece in manifest.pieces
-        if piece.hash and piece.pack in worth
-    }
+def blocks_in(manifest: Manifest, here: str, folder: str) -> tuple[Known, dict[str, int]]:
+    """Return the blocks of the checkpoint ``here``, for one in ``folder`` to refer to, and the bytes of their packs."""
+    names = {pack: locate(here, pack).removeprefix(f"{folder}/") for pack in manifest.files}
+    known = {(piece.hash, piece.end - piece.begin): piece for piece in manifest.pieces if piece.hash}
+    sizes = {names[pack]: entry.bytes for pack, entry in manifest.files.items()}
+    return {key: replace(piece, pack=names[piece.pack]) for key, piece in known.items()}, sizes
 
 
 def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int | None]:

@@ -30,7 +30,7 @@ from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
 from .folder import LEFTOVER, step_folders, unreferenced
-from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pack_name, worth_referring_to
+from .manifest import NAME, FileEntry, Manifest, TensorEntry, blocks_in, commit, locate, pack_name
 from .pieces import Known, PieceEntry, write_pieces
 from .snapshot import boxes_of, owners
 from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
@@ -205,16 +205,16 @@ def write(
         return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
 
     def write_own() -> list[PieceEntry]:
-        known: Known = {}
+        earlier: tuple[Known, dict[str, int]] = {}, {}
         if there is not None:
             with suppress(IntegrityError):  # of a damaged one nothing is referred to
-                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
+                earlier = blocks_in(Manifest.read(store.location(there)), there, folder)
         own = (
             StatePiece(box.key, box.offset, box.shape, box.dtype, state[box.key], box.of[0])
             for number, box in enumerate(boxes)
             if number in mine
         )
-        return write_pieces(store, folder, own_pack, own, known)
+        return write_pieces(store, folder, own_pack, own, *earlier)
 
     def finish() -> int:
         replaced: dict[str, FileEntry] = {}

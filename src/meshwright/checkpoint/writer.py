@@ -22,7 +22,7 @@ from meshwright.core.errors import IntegrityError
 
 from .folder import CheckpointFolder
 from .host_memory import received, served
-from .manifest import FileEntry, Manifest, TensorEntry, commit, locate, worth_referring_to
+from .manifest import FileEntry, Manifest, TensorEntry, blocks_in, commit, locate
 from .pieces import Known, PieceEntry, write_pieces
 from .store import LocalStore, place_of
 
@@ -122,12 +122,12 @@ class Writer:
             SharedPiece(key, tuple(offset), tuple(shape), dtype, begin, end, self)
             for key, offset, shape, dtype, begin, end in boxes
         ]
-        known: Known = {}
+        earlier: tuple[Known, dict[str, int]] = {}, {}
         in_run = CheckpointFolder(store.location("")).latest() if place["in_run"] else None
         if there := place_of(in_run)[1] if in_run is not None else folder:
             with suppress(IntegrityError):  # of a damaged one nothing is referred to
-                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
-        entries = write_pieces(store, folder, pack, wanted, known)
+                earlier = blocks_in(Manifest.read(store.location(there)), there, folder)
+        entries = write_pieces(store, folder, pack, wanted, *earlier)
         return {"entries": [list(vars(entry).values()) for entry in entries]}
 
     def on_clear(self, files: list[int], place: dict[str, Any], packs: list[str]) -> None:
