@@ -218,4 +218,34 @@ def test_what_cannot_be_kept_is_refused_and_each_way_out_is_one(tmp_path):
     with pytest.raises(ConfigError, match="cannot be made .* or set checkpoint.memory_every = 0"):
         open_host_memory(tmp_path, str(tmp_path / "file"))
     refuse_copies_on_hosts(good)
-    refuse_copies_on_hosts(replace(nowhere, memory_every=0))
+    refuse_copies_on_hosts(CheckpointConfig(memory_every=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"asynchronous": False, "when_busy": "skip"},
+            "when_busy = skip does nothing .*asynchronous = false: leave one",
+        ),
+        ({"asynchronous": False, "host_memory": 1.0}, "host_memory = 1.0 does nothing with checkpoint.asynchronous"),
+        ({"memory_folder": "/tmp"}, "memory_folder = /tmp does nothing with checkpoint.memory_every = 0: leave one"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        refuse_copies_on_hosts(CheckpointConfig(**changes))
+    *_, last = changes
+    refuse_copies_on_hosts(CheckpointConfig(**{key: value for key, value in changes.items() if key != last}))
+
+
+def test_a_copy_of_a_run_has_memory_of_its_own_and_a_moved_run_keeps_its(tmp_path):
+    """The copy took the state of the other, and removed it."""
+    (tmp_path / "a").mkdir()
+    first = open_host_memory(tmp_path / "a", str(tmp_path / "ram"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = open_host_memory(tmp_path / "b", str(tmp_path / "ram"))
+    assert copied.folder != first.folder and first.folder.is_dir()
+    assert open_host_memory(tmp_path / "a", str(tmp_path / "ram")).folder == first.folder
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert open_host_memory(tmp_path / "c", str(tmp_path / "ram")).folder == first.folder

@@ -86,3 +86,16 @@ def test_of_two_runs_at_once_the_second_is_refused(environment, flags, ask, tmp_
     assert status == 2 and f"checkpoint.folder = {tmp_path}/shared is in use by another job (process" in err
     assert f"for the run {run}: two jobs would" in err and not (tmp_path / "others").exists()
     assert not (tmp_path / "shared/running.lock").exists()
+
+
+def test_of_checkpoints_in_memory_nothing_is_advised_that_another_process_would_do(train, tmp_path):
+    out = train(1, {"steps": 2, "checkpoint.folder": f"memory://{tmp_path.name}"})[0].out
+    assert "its checkpoints are in the memory of this process, and end with it" in out
+    assert "generate" not in out and "Continue with" not in out
+
+
+def test_too_little_host_memory_for_a_row_is_refused_before_the_first_step(train):
+    """As bytes it rounds to none, which meant no bound."""
+    result = train(1, {"steps": 2, "checkpoint.host_memory": 1e-10})[0]
+    assert result.status == 2 and "one row of" in str(result.error) and "a save may hold 1 B" in str(result.error)
+    assert "start-up:" not in result.out

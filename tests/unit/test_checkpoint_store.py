@@ -400,8 +400,27 @@ def test_the_verb_lists_proves_clears_and_copies(tmp_path, capsys):
         (["ls", str(tmp_path / "new")], "is one checkpoint"),
         (["verify", str(tmp_path)], "holds no checkpoint"),
         (["verify", str(run), "--step=7"], "has steps 1, 2"),
+        (["ls", str(run), "--step=2"], "--step is for verify and copy, and ls has no use for it"),
+        (["gc", str(run), "--format=1"], "--format is for copy, and gc has no use for it"),
+        (["copy", str(run), "memory://copy"], "memory://copy would be gone with this command"),
+        (["ls", "s3://"], "s3:// names no bucket and no folder: give an address like s3://bucket/run"),
     ]:
         assert main(["checkpoint", *words]) == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["cut", "of a newer release", "all"])
+def test_a_damaged_manifest_is_one_row_of_the_list(tmp_path, capsys, how):
+    for step in (1, 2, 3):
+        written(tmp_path, step)
+    for step in (1, 2, 3) if how == "all" else (3,):
+        place = tmp_path / f"step-{step:08d}" / NAME
+        place.write_text(
+            "{" if how != "of a newer release" else place.read_text().replace('"version": 2', '"version": 3')
+        )
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 1
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 and ("version 3" if how == "of a newer release" else "is damaged") in last
+    assert [row.endswith("(newest)") for row in rows] == [False, how != "all"]
 
 
 def test_clearing_leaves_what_cannot_be_judged(tmp_path, capsys):

@@ -508,7 +508,8 @@ def save(
         extra: JSON values that ``load`` returns (rank 0's).
         only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
         asynchronous: return at once, and copy and write the state of now while training goes on. A later save or load
-            waits for it, and so does the end of the process.
+            waits for it, and so does the end of the process. Weights that are written other than by an optimizer's step
+            must wait for it: it fails where torch counts such a write, and does not see one through ``.data``.
         then: what rank 0 does once the checkpoint is whole, before the save is over: no collective, and nothing to
             weights. An error in it is the save's ``problem``, though the checkpoint is whole.
 

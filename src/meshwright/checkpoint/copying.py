@@ -112,10 +112,13 @@ def listed(folder: CheckpointFolder) -> list[Listed]:
     """List a run's checkpoints."""
     rows = []
     for step in folder.steps():
-        own = referred = 0
-        if not (problem := folder.problem(step)):
-            for name, entry in Manifest.read(folder.of_step(step)).files.items():
-                own, referred = own + entry.bytes * ("/" not in name), referred + entry.bytes * ("/" in name)
+        own, referred, problem = 0, 0, ""
+        try:
+            if not (problem := folder.problem(step)):
+                for name, entry in Manifest.read(folder.of_step(step)).files.items():
+                    own, referred = own + entry.bytes * ("/" not in name), referred + entry.bytes * ("/" in name)
+        except IntegrityError as error:
+            problem = str(error)
         rows.append(Listed(folder.of_step(step), own, referred, problem))
     return rows
 

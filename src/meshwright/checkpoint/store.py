@@ -321,6 +321,8 @@ def absolute(location: Location) -> str:
 
 def store_of(root: Location) -> Store:
     """Return the store of everything below a folder."""
+    if is_remote(root) and not str(root).partition("://")[2].strip("/"):
+        raise ConfigError(f"{root} names no bucket and no folder: give an address like s3://bucket/run")
     return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(path_of(root))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
+from meshwright.checkpoint.snapshot import boxes_of, portions
+from meshwright.checkpoint.state import stored_state
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
@@ -59,11 +62,14 @@ class Checkpointing:
         self.latest: Location | None = None
         self.pending: tuple[Handle, int] | None = None
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
-        beside, most = c.asynchronous and is_beside(c.folder, say), int(c.host_memory * 2**30)
+        beside, most = c.asynchronous and is_beside(c.folder, say), math.ceil(c.host_memory * 2**30)
         left = functools.partial(memory_left, ranks)
         self.saver = Saver(most, c.when_busy, say, left, stopped=lambda: stop.signal) if beside else None
+        if self.saver is not None and most:
+            agree.together(lambda: portions(boxes_of(stored_state(run.model)), most))  # refuses too little at once
         self.memory = open_host_memory(folder.path, c.memory_folder) if c.memory_every else None
         self.kept: Handle | None = None
+        self.kept_step, self.is_late_told = 0, False
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -80,7 +86,15 @@ class Checkpointing:
             self.say(self.kept.problem)
         try:
             path = self.memory.of_step(self.at.step)
-            self.kept = self.saver.begin(self.r.model, path, memory=self.memory, **self._given)
+            kept = self.saver.begin(self.r.model, path, memory=self.memory, **self._given)
+            if not kept.skipped and self.kept is not None and self.kept.skipped and not self.is_late_told:
+                self.is_late_told, every = True, self.at.step - self.kept_step
+                self.say(
+                    f"a state takes longer to keep in memory than checkpoint.memory_every ="
+                    f" {self.r.config.checkpoint.memory_every} steps: the newest is {every} steps old, and one in about"
+                    f" {every} steps is kept"
+                )
+            self.kept, self.kept_step = kept, self.kept_step if kept.skipped else self.at.step
         except ConfigError as error:
             self.say(str(error))
             self.memory = None
