@@ -644,7 +644,7 @@ def whole_step(folder: CheckpointFolder, step: int, *contents: bytes, after: int
     store, name = LocalStore(folder.path), f"step-{step:08d}"
     earlier = {}, {}
     if after is not None:
-        earlier = blocks_in(Manifest.read(folder.of_step(after)), f"step-{after:08d}", name)
+        earlier = blocks_in(store, f"step-{after:08d}", name)
     pieces = [PieceInMemory(f"model.{i}", (0,), (len(c),), "uint8", c) for i, c in enumerate(contents)]
     entries = write_pieces(store, name, pack_name(f"{step:08x}", 0), pieces, *earlier)
     tensors = {e.key: TensorEntry(e.shape, "uint8", (e,)) for e in entries}

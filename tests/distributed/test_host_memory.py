@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +27,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.process import agree
 from meshwright.training.config import CheckpointConfig
 from meshwright.training.memory import refuse_copies_on_hosts
+from meshwright.training.run.checkpointing import Checkpointing
 
 
 def packs(host: Path, rank: int) -> list[Path]:
@@ -249,3 +251,23 @@ def test_a_copy_of_a_run_has_memory_of_its_own_and_a_moved_run_keeps_its(tmp_pat
     assert open_host_memory(tmp_path / "a", str(tmp_path / "ram")).folder == first.folder
     (tmp_path / "a").rename(tmp_path / "c")
     assert open_host_memory(tmp_path / "c", str(tmp_path / "ram")).folder == first.folder
+
+
+def test_states_that_come_due_faster_than_they_are_kept_are_said_once(tmp_path):
+    """Each takes as long as five steps."""
+    said: list[str] = []
+    config = SimpleNamespace(checkpoint=SimpleNamespace(memory_every=2))
+
+    def begin(model, path, *, memory):
+        skipped = keeper.at.step < keeper.kept_step + 5
+        return SimpleNamespace(skipped=skipped, done=True, problem="")
+
+    memory, saver = SimpleNamespace(of_step=str), SimpleNamespace(begin=begin)
+    keeper: Any = SimpleNamespace(memory=memory, saver=saver, r=SimpleNamespace(config=config, model=None), _given={})
+    keeper.at, keeper.kept, keeper.kept_step, keeper.is_late_told = SimpleNamespace(step=0), None, -5, False
+    keeper.say = said.append
+    for keeper.at.step in range(40):
+        Checkpointing.keep(keeper)
+    (words,) = said
+    assert words.startswith("a state takes longer to keep in memory than checkpoint.memory_every = 2 steps")
+    assert words.endswith("the newest is 6 steps old, and one in about 6 steps is kept")

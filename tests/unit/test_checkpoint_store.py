@@ -49,7 +49,7 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
         earlier = {}, {}
         if after is not None:
             there = f"step-{after:08d}"
-            earlier = blocks_in(Manifest.read(store.location(there)), there, name)
+            earlier = blocks_in(store, there, name)
         mine = []
         for key, value in values.items():
             if not value.ndim:

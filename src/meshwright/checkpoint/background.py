@@ -189,7 +189,6 @@ class Saver:
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
         )
         self._thread.start()
-        handle.waited = time.perf_counter() - handle.begun
         return handle
 
     def _dealt_out(self, boxes: list[Box], rank: int) -> list[list[Box]]:

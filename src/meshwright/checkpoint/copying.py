@@ -162,7 +162,7 @@ def copy(location: Location, target: Location, version: int = 2) -> Manifest:
     if version == 1:
         return _copy_as_version_1(rows, manifest, other, name)
     placed: dict[str, list[PieceEntry]] = {}
-    for entry in write_pieces(other, name, pack_name("00000000", 0), rows, {}):
+    for entry in write_pieces(other, name, pack_name("00000000", 0), rows):
         placed.setdefault(entry.key, []).append(entry)
     tensors = {key: replace(row, pieces=tuple(placed.get(key, ()))) for key, row in manifest.tensors.items()}
     return commit(other, name, replace(manifest, tensors=tensors), new=True)

@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -213,8 +214,14 @@ def pack_name(token: str, rank: int) -> str:
     return f"pieces-{token}-{rank:05d}.safetensors"
 
 
-def blocks_in(manifest: Manifest, here: str, folder: str) -> tuple[Known, dict[str, int]]:
-    """Return the blocks of the checkpoint ``here``, for one in ``folder`` to refer to, and the bytes of their packs."""
+def blocks_in(store: Store, here: str, folder: str) -> tuple[Known, dict[str, int]]:
+    """Return the blocks of the checkpoint ``here``, for one in ``folder`` to refer to, and the bytes of their packs; of
+    a damaged one none.
+    """
+    try:
+        manifest = Manifest.read(store.location(here))
+    except IntegrityError:
+        return {}, {}
     names = {pack: locate(here, pack).removeprefix(f"{folder}/") for pack in manifest.files}
     known = {(piece.hash, piece.end - piece.begin): piece for piece in manifest.pieces if piece.hash}
     sizes = {names[pack]: entry.bytes for pack, entry in manifest.files.items()}
@@ -230,13 +237,14 @@ def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int |
     return {pack: there[place] if place in there else store.size(place) for pack, place in places.items()}
 
 
-def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) -> Manifest:
+def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False, alone: bool = False) -> Manifest:
     """Write the manifest of a checkpoint whose packs are all there, and return it with their sizes.
 
     Until then the folder is no checkpoint, or the older one.
 
     Args:
         new: the folder has no manifest so far.
+        alone: no checkpoint beside refers to the older one's files, which are removed.
 
     Raises:
         IntegrityError: a pack is gone, or shorter than its pieces; the manifest was not written.
@@ -253,7 +261,12 @@ def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) 
                 f"{store.where(locate(folder, pack))} is {found}: does another job save there, or remove files?"
             )
     whole = replace(manifest, files={pack: FileEntry(sizes[pack] or 0) for pack in sorted(ends)})
+    before: dict[str, FileEntry] = {}
+    with suppress(IntegrityError):
+        before = Manifest.read(store.location(folder)).files if alone and not new else {}
     whole.write(store.location(folder), new=new)
+    # where this fails, the next save removes what no manifest names
+    store.remove(locate(folder, name) for name in before if name not in whole.files)
     return whole
 
 

@@ -129,7 +129,7 @@ def write_pieces(
     folder: str,
     pack_name: str,
     pieces: Iterable[Piece],
-    known: Known,
+    known: Known = MappingProxyType({}),
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[PieceEntry]:
     """Write the blocks that no pack in ``known`` has into one new pack, whole on disk, and return all entries.

@@ -30,8 +30,8 @@ from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
 from .folder import LEFTOVER, step_folders, unreferenced
-from .manifest import NAME, FileEntry, Manifest, TensorEntry, blocks_in, commit, locate, pack_name
-from .pieces import Known, PieceEntry, write_pieces
+from .manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
+from .pieces import PieceEntry, write_pieces
 from .snapshot import boxes_of, owners
 from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
 from .store import OWN_MEMORY, Buffer, Location, Store, place_of
@@ -119,13 +119,12 @@ class Handle:
         skipped: whether an earlier save was under way, so that this one was not begun.
         bytes: of the checkpoint, once it is whole.
         seconds: from its begin to its end.
-        waited: seconds that ``save`` itself took.
         given_up: why this process gave it up, "" if it did not.
         has_replaced: whether it took the place of an earlier one, so that the next one waits for it.
     """
 
     def __init__(self, path: Location):
-        self.path, self.problem, self.skipped, self.bytes, self.waited = path, "", False, 0, 0.0
+        self.path, self.problem, self.skipped, self.bytes = path, "", False, 0
         self.begun, self.seconds = time.perf_counter(), 0.0
         self.over, self.given_up, self.has_replaced = threading.Event(), "", False
         self.is_waited_for, self.until = False, math.inf
@@ -205,10 +204,7 @@ def write(
         return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
 
     def write_own() -> list[PieceEntry]:
-        earlier: tuple[Known, dict[str, int]] = {}, {}
-        if there is not None:
-            with suppress(IntegrityError):  # of a damaged one nothing is referred to
-                earlier = blocks_in(Manifest.read(store.location(there)), there, folder)
+        earlier = blocks_in(store, there, folder) if there is not None else ({}, {})
         own = (
             StatePiece(box.key, box.offset, box.shape, box.dtype, state[box.key], box.of[0])
             for number, box in enumerate(boxes)
@@ -217,13 +213,7 @@ def write(
         return write_pieces(store, folder, own_pack, own, *earlier)
 
     def finish() -> int:
-        replaced: dict[str, FileEntry] = {}
-        if after is None and there is not None:
-            with suppress(IntegrityError):
-                replaced = Manifest.read(store.location(there)).files
-        # where this fails, the next save removes what no manifest names
-        written = commit(store, folder, manifest, new=is_new)
-        store.remove(locate(folder, name) for name in replaced if name not in written.files)
+        written = commit(store, folder, manifest, new=is_new, alone=after is None)
         return sum(entry.bytes for entry in written.files.values())
 
     state = stored_state(parallel_model, optimizer, rank)

@@ -85,15 +85,16 @@ def other_owner(checkpoints: CheckpointFolder, run: Path | Literal[""]) -> Path 
         run: its folder; "": one that is still to be made.
     """
     store = checkpoints.store
-    owner = _owner(store) or Path(str(store)).parent
-    if not _owner(store) and not _saves_to(owner, checkpoints):
+    named = _owner(store)
+    owner = named or Path(str(store)).parent
+    is_there = _saves_to(owner, checkpoints)
+    if not named and not is_there:
         return None
-    if run:
-        is_same = run.resolve() == owner.resolve()
-        if is_same or (not _saves_to(owner, checkpoints) and (run.name == owner.name or _saves_to(run, checkpoints))):
-            return None
-    has_begun = isinstance(store, RemoteStore) or checkpoints.steps()  # on disk a lock tells of one that is about to
-    return owner if has_begun else None
+    goes_on = run and (run.name == owner.name or _saves_to(run, checkpoints)) and not is_there
+    if goes_on or (run and run.resolve() == owner.resolve()):
+        return None
+    # on disk a lock tells of one that has no checkpoint yet
+    return owner if isinstance(store, RemoteStore) or checkpoints.steps() else None
 
 
 def _owner(store: Store) -> Path | None:
