@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import load, pretrained, save
+    from meshwright.checkpoint.saving import Handle
     from meshwright.core.errors import (
         ConfigError,
         IntegrityError,
@@ -42,6 +43,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Foresight",
+    "Handle",
     "Hints",
     "IntegrityError",
     "Layout",
@@ -75,6 +77,7 @@ _HOME = {
     "Config": "meshwright.training.config",
     "ConfigError": "meshwright.core.errors",
     "Foresight": "meshwright.simulation.answer",
+    "Handle": "meshwright.checkpoint.saving",
     "Hints": "meshwright.introspection.blocks",
     "IntegrityError": "meshwright.core.errors",
     "Layout": "meshwright.planning.layout",

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +27,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.distributed.process import agree
 from meshwright.training.config import CheckpointConfig
 from meshwright.training.memory import refuse_copies_on_hosts
+from meshwright.training.run.checkpointing import Checkpointing
 
 
 def packs(host: Path, rank: int) -> list[Path]:
@@ -218,4 +220,54 @@ def test_what_cannot_be_kept_is_refused_and_each_way_out_is_one(tmp_path):
     with pytest.raises(ConfigError, match="cannot be made .* or set checkpoint.memory_every = 0"):
         open_host_memory(tmp_path, str(tmp_path / "file"))
     refuse_copies_on_hosts(good)
-    refuse_copies_on_hosts(replace(nowhere, memory_every=0))
+    refuse_copies_on_hosts(CheckpointConfig(memory_every=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"asynchronous": False, "when_busy": "skip"},
+            "when_busy = skip does nothing .*asynchronous = false: leave one",
+        ),
+        ({"asynchronous": False, "host_memory": 1.0}, "host_memory = 1.0 does nothing with checkpoint.asynchronous"),
+        ({"memory_folder": "/tmp"}, "memory_folder = /tmp does nothing with checkpoint.memory_every = 0: leave one"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        refuse_copies_on_hosts(CheckpointConfig(**changes))
+    *_, last = changes
+    refuse_copies_on_hosts(CheckpointConfig(**{key: value for key, value in changes.items() if key != last}))
+
+
+def test_a_copy_of_a_run_has_memory_of_its_own_and_a_moved_run_keeps_its(tmp_path):
+    """The copy took the state of the other, and removed it."""
+    (tmp_path / "a").mkdir()
+    first = open_host_memory(tmp_path / "a", str(tmp_path / "ram"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = open_host_memory(tmp_path / "b", str(tmp_path / "ram"))
+    assert copied.folder != first.folder and first.folder.is_dir()
+    assert open_host_memory(tmp_path / "a", str(tmp_path / "ram")).folder == first.folder
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert open_host_memory(tmp_path / "c", str(tmp_path / "ram")).folder == first.folder
+
+
+def test_states_that_come_due_faster_than_they_are_kept_are_said_once(tmp_path):
+    """Each takes as long as five steps."""
+    said: list[str] = []
+    config = SimpleNamespace(checkpoint=SimpleNamespace(memory_every=2))
+
+    def begin(model, path, *, memory):
+        skipped = keeper.at.step < keeper.kept_step + 5
+        return SimpleNamespace(skipped=skipped, done=True, problem="")
+
+    memory, saver = SimpleNamespace(of_step=str), SimpleNamespace(begin=begin)
+    keeper: Any = SimpleNamespace(memory=memory, saver=saver, r=SimpleNamespace(config=config, model=None), _given={})
+    keeper.at, keeper.kept, keeper.kept_step, keeper.is_late_told = SimpleNamespace(step=0), None, -5, False
+    keeper.say = said.append
+    for keeper.at.step in range(40):
+        Checkpointing.keep(keeper)
+    (words,) = said
+    assert words.startswith("a state takes longer to keep in memory than checkpoint.memory_every = 2 steps")
+    assert words.endswith("the newest is 6 steps old, and one in about 6 steps is kept")

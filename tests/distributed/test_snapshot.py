@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from support.odd import LAYOUTS, odd, train, written
 
 from meshwright import load, save
-from meshwright.checkpoint import writer
+from meshwright.checkpoint import background, writer
 from meshwright.checkpoint.background import ENDINGS, LOOK_SEC, Saver, Talk, start_writer
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.saving import is_beside
 from meshwright.checkpoint.state import stored_state
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
 
@@ -148,7 +149,95 @@ def test_a_save_is_skipped_while_another_is_under_way(spmd, tmp_path):
 
 def test_a_save_takes_the_place_of_the_one_under_way(spmd, tmp_path):
     for _, problems, steps in spmd(2, trouble_job, str(tmp_path), "replace"):
-        assert problems[0] == problems[2] == "" and "cannot write" in problems[1] and steps == [1, 3]
+        assert problems[0] == problems[2] == "" and steps == [1, 3]
+        assert problems[1].endswith("step-00000002 was given up: a later save took its place (checkpoint.when_busy)")
+
+
+def hanging(saver: Saver, step: int) -> bool:
+    """The writer of the second save hangs, in the middle of it or before."""
+    if is_second := step == 2:
+        assert saver._process is not None
+        os.kill(saver._process.pid, signal.SIGSTOP)
+    return is_second
+
+
+def replaced_job(folder: str) -> tuple[list[bool], list[int]]:
+    """Saves that each take longer than the step to the next."""
+    model, run, handles = odd("one"), CheckpointFolder(Path(folder)), []
+    saver, ask = Saver(when_busy="replace"), Saver._ask
+
+    def slowly(self, handle, request):
+        time.sleep(0.4)
+        if handle.given_up:
+            raise IntegrityError("another request came first")
+        return ask(self, handle, request)
+
+    with patch.object(Saver, "_ask", slowly):
+        for step in range(8):
+            handles.append(saver.begin(model, run.of_step(step), in_run=True))
+            time.sleep(0.05)
+        handles[-1].wait(60)
+    saver.close()
+    return [bool(handle.problem) for handle in handles], run.steps()
+
+
+def test_a_save_that_took_the_place_of_another_is_let_end(spmd, tmp_path):
+    ((lost, steps),) = spmd(1, replaced_job, str(tmp_path))
+    assert not any(first and second for first, second in zip(lost, lost[1:], strict=False)) and any(lost)
+    assert steps == [step for step, is_lost in enumerate(lost) if not is_lost]
+
+
+def hung_job(folder: str, when_busy: str, host_memory: int) -> tuple[list[str], list[str], list[int], float]:
+    """The second save's writer hangs on both ranks; a while later the run is told to stop, and goes on to its end."""
+    model, said, told = odd("fsdp2"), [], threading.Event()
+    run, handles = CheckpointFolder(Path(folder)), []
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    saver = Saver(host_memory, when_busy=when_busy, say=said.append, stopped=told.is_set)
+    with patch.object(background, "LONG_SEC", 0.2), patch.object(background, "GRACE_SEC", 1.0):
+        for step in (1, 2, 3):
+            train(model, optimizer, range(step - 1, step))
+            if hanging(saver, step):
+                threading.Timer(1.0, told.set).start()
+                begun = time.perf_counter()
+            handles.append(saver.begin(model, run.of_step(step), optimizer, {}, in_run=True))
+            if step == 1:
+                handles[-1].wait(60)
+        saver.wait_for(handles[-1])
+    agree.everybody_says(0)
+    saver.close()
+    return said, [handle.problem for handle in handles], run.steps(), time.perf_counter() - begun
+
+
+@pytest.mark.parametrize(("when_busy", "host_memory"), [("wait", 0), ("replace", 0), ("wait", 4096)])
+def test_a_writer_that_hangs_is_said_and_does_not_keep_a_run_that_is_told_to_stop(
+    spmd, tmp_path, when_busy, host_memory
+):
+    for said, problems, steps, seconds in spmd(2, hung_job, str(tmp_path), when_busy, host_memory):
+        said = [line for line in said if "portions" not in line]
+        waits = f"training waits for {tmp_path}/step-00000002, which is still being saved"
+        assert said[0] == waits and said.count(waits) == 1, said
+        assert problems[0] == problems[2] == "" and steps == [1, 3] and seconds < 30
+        assert re.search("was given up: it had 1 s to end when the run was told to stop$", problems[1]), problems
+
+
+def failing_then_job(folder: str) -> tuple[list[str], int]:
+    model, said = odd("one"), []
+
+    def then() -> None:
+        raise ValueError("no mail goes out")
+
+    handle = save(model, folder, asynchronous=True, then=then)
+    try:
+        handle.wait(60)
+    except IntegrityError as error:
+        said.append(str(error))
+    load(model, folder)
+    return said, handle.bytes
+
+
+def test_a_checkpoint_whose_then_fails_is_said_to_be_whole(spmd, tmp_path):
+    ((said, size),) = spmd(1, failing_then_job, str(tmp_path / "state"))
+    assert said == [f"{tmp_path}/state is whole, but then= failed: ValueError: no mail goes out."] and size > 0
 
 
 def test_a_dead_writer_is_replaced_and_the_save_is_whole(spmd, tmp_path):

@@ -40,7 +40,7 @@ class Sweep:
         folder = agree.together(lambda: RunFolder.open(config, self.run.identity), here=is_rank_zero())
         self.at = Position()
         self.said: list[str] = []
-        self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, self.said.append)
+        self.keeper = Checkpointing(self.run, agree.from_rank_zero(folder), self.at, self.said.append, StopRequest())
         self.whole: tuple[int, dict] = (0, {})
 
     def step(self) -> None:
@@ -62,7 +62,7 @@ class Sweep:
                 self.keeper.look()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        if failed := [line for line in self.said if "Training goes on" in line]:
+        if failed := [line for line in self.said if "The next save tries again" in line]:
             return f"IntegrityError: {failed[0]}"
         self.whole = (self.at.step, self.weights())
         return ""

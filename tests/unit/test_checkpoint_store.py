@@ -21,7 +21,7 @@ from meshwright.checkpoint import pieces as packs
 from meshwright.checkpoint import store as stores
 from meshwright.checkpoint.copying import copy, verify
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, commit, pack_name, worth_referring_to
+from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
 from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
@@ -46,10 +46,10 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
     store, name = store_of(place), f"step-{step:08d}"
     entries = []
     for rank in (0, 1):
-        known = {}
+        earlier = {}, {}
         if after is not None:
             there = f"step-{after:08d}"
-            known = worth_referring_to(Manifest.read(store.location(there)), there, name)
+            earlier = blocks_in(store, there, name)
         mine = []
         for key, value in values.items():
             if not value.ndim:
@@ -63,7 +63,7 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
                     continue
             data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             mine.append(PieceInMemory(key, offset, part.shape, str(value.dtype), data))
-        entries += write_pieces(store, name, pack_name(f"{step:08x}", rank), mine, known)
+        entries += write_pieces(store, name, pack_name(f"{step:08x}", rank), mine, *earlier)
     tensors = {
         key: TensorEntry(value.shape, str(value.dtype), tuple(e for e in entries if e.key == key))
         for key, value in values.items()
@@ -400,8 +400,27 @@ def test_the_verb_lists_proves_clears_and_copies(tmp_path, capsys):
         (["ls", str(tmp_path / "new")], "is one checkpoint"),
         (["verify", str(tmp_path)], "holds no checkpoint"),
         (["verify", str(run), "--step=7"], "has steps 1, 2"),
+        (["ls", str(run), "--step=2"], "--step is for verify and copy, and ls has no use for it"),
+        (["gc", str(run), "--format=1"], "--format is for copy, and gc has no use for it"),
+        (["copy", str(run), "memory://copy"], "memory://copy would be gone with this command"),
+        (["ls", "s3://"], "s3:// names no bucket and no folder: give an address like s3://bucket/run"),
     ]:
         assert main(["checkpoint", *words]) == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["cut", "of a newer release", "all"])
+def test_a_damaged_manifest_is_one_row_of_the_list(tmp_path, capsys, how):
+    for step in (1, 2, 3):
+        written(tmp_path, step)
+    for step in (1, 2, 3) if how == "all" else (3,):
+        place = tmp_path / f"step-{step:08d}" / NAME
+        place.write_text(
+            "{" if how != "of a newer release" else place.read_text().replace('"version": 2', '"version": 3')
+        )
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 1
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 and ("version 3" if how == "of a newer release" else "is damaged") in last
+    assert [row.endswith("(newest)") for row in rows] == [False, how != "all"]
 
 
 def test_clearing_leaves_what_cannot_be_judged(tmp_path, capsys):

@@ -8,8 +8,10 @@ waits for a rank that writes slowly, and no rank takes a save for whole that is 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -39,7 +41,7 @@ from meshwright.distributed.torch_private import default_store
 from . import writer
 from .host_memory import HostMemory
 from .manifest import NAME, pack_name
-from .saving import Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
+from .saving import UNTOUCHED, Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
 from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
 from .state import dtype_word, merged_groups, stored_state
 from .store import Location, place_of
@@ -55,6 +57,8 @@ GRACE_SEC = 60.0
 """Time that a process which an error ends gives its last save; one that ends well waits for it."""
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go to all processes of a run that is to end."""
+LONG_SEC = 5.0
+"""Time after which it is said that training waits for a save."""
 NICE = 5
 """How much the copying thread gives way to training."""
 
@@ -78,6 +82,7 @@ class Saver:
         say: tells people.
         left: returns the bytes that this rank can still take of the host's memory.
         tells: whether the first rank says that a save failed, where nobody may ask its handle.
+        stopped: whether the run has been told to stop: then training waits for no save longer than ``GRACE_SEC``.
 
     Attributes:
         is_in_memory: whether the save under way goes to hosts' memory.
@@ -90,8 +95,9 @@ class Saver:
         say: Callable[[str], None] = log.warning,
         left: Callable[[], int] = lambda: psutil.virtual_memory().available // (ranks_per_node() or 1),
         tells: bool = False,
+        stopped: Callable[[], object] = bool,
     ):
-        self.tells = tells
+        self.tells, self.stopped = tells, stopped
         self.host_memory, self.say, self.left = host_memory, say, left
         self.when_busy: WhenBusy = when_busy
         self.current: Handle | None = None
@@ -172,7 +178,8 @@ class Saver:
         self._base = {known: fields["base"]}
         record = {"fields": json.loads(json.dumps(fields)), "differs": model.plan.pipeline is not None}
         record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
-        snapshot = Snapshot(state, parts, self._memory, model.device)
+        look = functools.partial(self._look_after, handle)
+        snapshot = Snapshot(state, parts, self._memory, model.device, look)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store() if world > 1 else dist.HashStore())
         self.current, self.is_in_memory = handle, memory is not None
         under_way.add(handle)
@@ -182,7 +189,6 @@ class Saver:
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
         )
         self._thread.start()
-        handle.waited = time.perf_counter() - handle.begun
         return handle
 
     def _dealt_out(self, boxes: list[Box], rank: int) -> list[list[Box]]:
@@ -206,20 +212,42 @@ class Saver:
         """Return whether the save may begin, after the one that is under way."""
         earlier = self.current
         when_busy = "skip" if is_in_memory else "wait" if self.is_in_memory else self.when_busy
+        if when_busy == "replace" and earlier is not None and earlier.has_replaced:
+            when_busy = "wait"  # else none would end where each takes longer than the steps to the next
+        handle.has_replaced = when_busy == "replace"
         if when_busy == "skip":
             handle.skipped = True
             handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
             return False
         if earlier is not None and not earlier.done:
             if when_busy == "replace":
-                earlier.is_cancelled = True
+                earlier.given_up = "a later save took its place (checkpoint.when_busy)"
                 with suppress(OSError):
                     self._send({"do": "stop"})
-            begun = time.perf_counter()
-            earlier.over.wait()
-            if when_busy == "wait" and (waited := time.perf_counter() - begun) > 1:
+            waited = self.wait_for(earlier)
+            if when_busy == "wait" and waited > 1 and not earlier.given_up:
                 self.say(f"waited {duration_text(waited)} for {earlier.path}, which was still being saved")
         return True
+
+    def wait_for(self, handle: Handle) -> float:
+        """Return, when a save is over, the seconds that this took."""
+        begun = time.perf_counter()
+        while not handle.over.wait(5 * LOOK_SEC):
+            self._look_after(handle, begun)
+        return time.perf_counter() - begun
+
+    def _look_after(self, handle: Handle, begun: float) -> None:
+        """Say once that training waits for a save; once the run is told to stop, give it up after ``GRACE_SEC``."""
+        now = time.perf_counter()
+        if now - begun > LONG_SEC and not handle.is_waited_for:
+            handle.is_waited_for = True
+            self.say(f"training waits for {handle.path}, which is still being saved")
+        if self.stopped():
+            handle.until = min(handle.until, now + GRACE_SEC)
+        if now > handle.until:
+            handle.until, handle.given_up = math.inf, f"it had {GRACE_SEC:g} s to end when the run was told to stop"
+            if self._process is not None:
+                self._process.kill()
 
     # --- on a thread of the save's own
 
@@ -233,8 +261,8 @@ class Saver:
             try:
                 for number, part in enumerate(snapshot.parts):
                     snapshot.copy(number)
-                    if handle.is_cancelled:
-                        raise IntegrityError("a later save took its place")
+                    if handle.given_up:
+                        raise IntegrityError(handle.given_up)
                     rows = [[b.key, b.offset, b.shape, b.dtype, b.begin, b.end] for b in part]
                     packs.append(pack := pack_name(talk.name, talk.rank + number * talk.world))
                     request = {"do": "write", "place": place, "pack": pack, "boxes": rows}
@@ -243,7 +271,7 @@ class Saver:
                     self._offer(handle, talk, talk.memory, packs)
                 mine = {**talk.own_record(snapshot), "entries": entries}
             except Exception as error:  # noqa: BLE001  (said on all ranks)
-                mine = failed(f"cannot write {handle.path} on rank {talk.rank}: {error}")
+                mine = failed(worded(handle, f"cannot write {handle.path} on rank {talk.rank}", error))
             finally:
                 snapshot.end()
             verdict = talk.agreed(mine, lambda theirs: self._commit(handle, talk, theirs))
@@ -255,7 +283,7 @@ class Saver:
                     self._ask(handle, {"do": "clear", "place": place, "packs": packs})
             handle.end(verdict.get("problem", ""))
             if handle.problem and self.tells and talk.rank == 0:
-                self.say(f"{handle.problem}. The last whole checkpoint is untouched.")
+                self.say(handle.words)
             talk.linger()
         except BaseException as error:  # noqa: BLE001  (a thread has nobody else to tell)
             handle.end(f"cannot finish {handle.path}: {type(error).__name__}: {error}")
@@ -272,11 +300,14 @@ class Saver:
             return {"bytes": sum(entry[5] - entry[4] for entry in entries)}
         try:
             answer = self._ask(handle, {"do": "commit", "place": talk.place, **whole})
+        except Exception as error:  # noqa: BLE001  (said on all ranks)
+            return {"problem": worded(handle, f"cannot finish {handle.path}", error)}
+        try:
             if talk.then is not None:
                 talk.then()
-            return answer
         except Exception as error:  # noqa: BLE001  (said on all ranks)
-            return {"problem": f"cannot finish {handle.path}: {error}"}
+            answer["problem"] = f"{handle.path} is whole, but then= failed: {type(error).__name__}: {error}"
+        return answer
 
     def _offer(self, handle: Handle, talk: Talk, memory: HostMemory, packs: list[str]) -> None:
         """Say where this rank's packs can be fetched."""
@@ -295,7 +326,7 @@ class Saver:
                 request = {"do": "keep", "location": talk.place["location"]}
                 self._ask(handle, request | json.loads(talk.read("whole")))
         except Exception as error:  # noqa: BLE001  (said on all ranks)
-            mine = failed(f"cannot keep {handle.path} on the host of rank {talk.rank}: {error}")
+            mine = failed(worded(handle, f"cannot keep {handle.path} on the host of rank {talk.rank}", error))
         after = replace(talk, store=dist.PrefixStore("kept", talk.store))
         verdict = after.agreed(mine, lambda _: {})
         for key in (f"packs{talk.rank}", *["whole"] * (talk.rank == 0)):
@@ -321,7 +352,7 @@ class Saver:
             except (EOFError, OSError) as error:
                 self._hang_up()
                 status = self._process.wait() if self._process is not None else None
-                if is_last or handle.is_cancelled:
+                if is_last or handle.given_up:
                     raise IntegrityError(f"the process that writes died twice (status {status}; {error})") from error
                 self.say(f"the process that writes {handle.path} died (status {status}): another one tries again")
         if answer.get("problem"):
@@ -355,13 +386,12 @@ class Saver:
             grace = GRACE_SEC
         if grace is not None and self.is_in_memory:  # a restart goes on from an older state, and waits for nobody
             grace = 0
-        if self.current is not None and not self.current.over.wait(grace):
-            self.current.is_cancelled = True
+        if grace is None and self.current is not None:
+            self.wait_for(self.current)
+        elif self.current is not None and not self.current.over.wait(grace):
+            self.current.given_up = f"its save had {grace:g} s to end"
             if not self.is_in_memory:
-                self.say(
-                    f"{self.current.path} was given up: its save had {grace:g} s to end. The last whole checkpoint is"
-                    f" untouched."
-                )
+                self.say(f"{self.current.path} was given up: {self.current.given_up}. {UNTOUCHED}")
         if grace is None and self._thread is not None:
             self._thread.join()
         self._hang_up()
@@ -385,6 +415,11 @@ def start_writer() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return line, process
+
+
+def worded(handle: Handle, what: str, error: Exception) -> str:
+    """Say why a save failed: where this process gave it up, the error is only how."""
+    return f"{handle.path} was given up: {handle.given_up}" if handle.given_up else f"{what}: {error}"
 
 
 def failed(problem: str) -> dict[str, Any]:
@@ -472,9 +507,10 @@ def save(
         extra: JSON values that ``load`` returns (rank 0's).
         only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
         asynchronous: return at once, and copy and write the state of now while training goes on. A later save or load
-            waits for it, and so does the end of the process.
+            waits for it, and so does the end of the process. Weights that are written other than by an optimizer's step
+            must wait for it: it fails where torch counts such a write, and does not see one through ``.data``.
         then: what rank 0 does once the checkpoint is whole, before the save is over: no collective, and nothing to
-            weights. An error in it is the save's.
+            weights. An error in it is the save's ``problem``, though the checkpoint is whole.
 
     Returns:
         The save: ``.done``, ``.problem`` and ``.wait()``.

@@ -112,10 +112,13 @@ def listed(folder: CheckpointFolder) -> list[Listed]:
     """List a run's checkpoints."""
     rows = []
     for step in folder.steps():
-        own = referred = 0
-        if not (problem := folder.problem(step)):
-            for name, entry in Manifest.read(folder.of_step(step)).files.items():
-                own, referred = own + entry.bytes * ("/" not in name), referred + entry.bytes * ("/" in name)
+        own, referred, problem = 0, 0, ""
+        try:
+            if not (problem := folder.problem(step)):
+                for name, entry in Manifest.read(folder.of_step(step)).files.items():
+                    own, referred = own + entry.bytes * ("/" not in name), referred + entry.bytes * ("/" in name)
+        except IntegrityError as error:
+            problem = str(error)
         rows.append(Listed(folder.of_step(step), own, referred, problem))
     return rows
 
@@ -159,7 +162,7 @@ def copy(location: Location, target: Location, version: int = 2) -> Manifest:
     if version == 1:
         return _copy_as_version_1(rows, manifest, other, name)
     placed: dict[str, list[PieceEntry]] = {}
-    for entry in write_pieces(other, name, pack_name("00000000", 0), rows, {}):
+    for entry in write_pieces(other, name, pack_name("00000000", 0), rows):
         placed.setdefault(entry.key, []).append(entry)
     tensors = {key: replace(row, pieces=tuple(placed.get(key, ()))) for key, row in manifest.tensors.items()}
     return commit(other, name, replace(manifest, tensors=tensors), new=True)

@@ -159,7 +159,7 @@ class HostMemory:
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.memory_folder: {self.folder} cannot be made ({error}). Give a file system in each host's"
-                f" memory, or set checkpoint.memory_every = 0"
+                f" memory, or set checkpoint.memory_every = 0 and leave the folder out"
             ) from None
         if (run / TOKEN).is_file():  # else this host does not see the folders of runs, nor which of them are gone
             for other in self.folder.parent.iterdir():
@@ -204,9 +204,13 @@ class HostMemory:
             )
 
 
-def name_of(run: Path) -> str:
-    """Return the name of a run's folder in memory, which the run's folder has."""
+def name_of(run: Path, above: Path) -> str:
+    """Return the name of a run's folder in memory, which the run's folder has; a copy of another run draws its own."""
     place = run / TOKEN
-    if not place.is_file():
-        replace_text(place, secrets.token_hex(8))
-    return place.read_text()
+    name = place.read_text() if place.is_file() else ""
+    with suppress(OSError):
+        owner = Path((above / name / OWNER).read_text()) / TOKEN
+        name = "" if owner.read_text() == name and not owner.samefile(place) else name
+    if not name:
+        replace_text(place, name := secrets.token_hex(8))
+    return name

@@ -99,8 +99,9 @@ def open_host_memory(run: Path, root: str) -> HostMemory:
         ConfigError: a host cannot make it (raised on every rank).
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    token, name = agree.decided_once(lambda: (secrets.token_hex(16), name_of(run)))
-    folder = Path(os.path.expandvars(root)).expanduser() / f"meshwright-{os.getuid()}" / name
+    above = Path(os.path.expandvars(root)).expanduser() / f"meshwright-{os.getuid()}"
+    token, name = agree.decided_once(lambda: (secrets.token_hex(16), name_of(run, above)))
+    folder = above / name
     hosts: dict[tuple[str, str], list[int]] = {}
     for number, host in enumerate(agree.everybody_says((socket.gethostname(), str(folder)))):
         hosts.setdefault(host, []).append(number)

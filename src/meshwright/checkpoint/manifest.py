@@ -10,6 +10,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,8 +25,6 @@ CHUNK = 1 << 22
 STEP = r"step-(\d{8,})"
 PACK = re.compile(rf"({STEP}/)?[\w.-]+\.safetensors")
 """Name of a pack in a manifest: of a file beside it, or of one in the folder of another checkpoint of the run."""
-IDLE = 1 << 20
-"""Bytes that may lie idle in a checkpoint's packs, however small it is."""
 LARGEST_HEADER = 100_000_000
 """Limit in bytes, as in the safetensors library."""
 
@@ -215,25 +214,18 @@ def pack_name(token: str, rank: int) -> str:
     return f"pieces-{token}-{rank:05d}.safetensors"
 
 
-def worth_referring_to(manifest: Manifest, here: str, folder: str) -> Known:
-    """Return the blocks of the checkpoint ``here`` that one in ``folder`` refers to, if it has the same.
-
-    A pack is kept whole for the blocks that are still in use. Where the others have come to more bytes than a
-    checkpoint has, the packs with the largest share of them are not referred to any more.
+def blocks_in(store: Store, here: str, folder: str) -> tuple[Known, dict[str, int]]:
+    """Return the blocks of the checkpoint ``here``, for one in ``folder`` to refer to, and the bytes of their packs; of
+    a damaged one none.
     """
-    live: dict[str, dict[int, int]] = {}
-    for piece in manifest.pieces:
-        live.setdefault(piece.pack, {})[piece.begin] = piece.end - piece.begin
-    used = {pack: sum(sizes.values()) for pack, sizes in live.items()}
-    idle = {pack: manifest.files[pack].bytes - size for pack, size in used.items()}
-    worth = sorted(idle, key=lambda pack: idle[pack] / manifest.files[pack].bytes)
-    while sum(idle[pack] for pack in worth) > max(sum(used.values()), IDLE):
-        worth.pop()
-    return {
-        (piece.hash, piece.end - piece.begin): replace(piece, pack=locate(here, piece.pack).removeprefix(f"{folder}/"))
-        for piece in manifest.pieces
-        if piece.hash and piece.pack in worth
-    }
+    try:
+        manifest = Manifest.read(store.location(here))
+    except IntegrityError:
+        return {}, {}
+    names = {pack: locate(here, pack).removeprefix(f"{folder}/") for pack in manifest.files}
+    known = {(piece.hash, piece.end - piece.begin): piece for piece in manifest.pieces if piece.hash}
+    sizes = {names[pack]: entry.bytes for pack, entry in manifest.files.items()}
+    return {key: replace(piece, pack=names[piece.pack]) for key, piece in known.items()}, sizes
 
 
 def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int | None]:
@@ -245,13 +237,14 @@ def sizes_of(store: Store, folder: str, packs: Iterable[str]) -> dict[str, int |
     return {pack: there[place] if place in there else store.size(place) for pack, place in places.items()}
 
 
-def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) -> Manifest:
+def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False, alone: bool = False) -> Manifest:
     """Write the manifest of a checkpoint whose packs are all there, and return it with their sizes.
 
     Until then the folder is no checkpoint, or the older one.
 
     Args:
         new: the folder has no manifest so far.
+        alone: no checkpoint beside refers to the older one's files, which are removed.
 
     Raises:
         IntegrityError: a pack is gone or shorter than its pieces, or pieces do not add up to their tensor; the
@@ -276,7 +269,12 @@ def commit(store: Store, folder: str, manifest: Manifest, *, new: bool = False) 
                 f"{store.where(locate(folder, pack))} is {found}: does another job save there, or remove files?"
             )
     whole = replace(manifest, files={pack: FileEntry(sizes[pack] or 0) for pack in sorted(ends)})
+    before: dict[str, FileEntry] = {}
+    with suppress(IntegrityError):
+        before = Manifest.read(store.location(folder)).files if alone and not new else {}
     whole.write(store.location(folder), new=new)
+    # where this fails, the next save removes what no manifest names
+    store.remove(locate(folder, name) for name in before if name not in whole.files)
     return whole
 
 

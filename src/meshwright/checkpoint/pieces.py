@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import xxhash
@@ -22,6 +24,8 @@ from .store import Buffer, Store
 
 BLOCK = 1 << 22
 """Bytes of a block at most, unless one row of a tensor has more."""
+IDLE = 1 << 16
+"""Bytes that may lie idle in a pack, however small it is."""
 WORDS = {
     "float64": "F64",
     "float32": "F32",
@@ -98,7 +102,7 @@ class PieceEntry:
     hash: str
 
 
-Known = MutableMapping[tuple[str, int], PieceEntry]
+Known = Mapping[tuple[str, int], PieceEntry]
 """(hash, number of bytes) -> an entry that has such bytes, its pack as named from the folder that is written."""
 
 
@@ -120,49 +124,62 @@ def blocks_of(offset: tuple[int, ...], shape: tuple[int, ...], itemsize: int) ->
     yield from ((low - first, high - first) for low, high in pairwise(edges) if high > low)
 
 
-def write_pieces(store: Store, folder: str, pack_name: str, pieces: Iterable[Piece], known: Known) -> list[PieceEntry]:
+def write_pieces(
+    store: Store,
+    folder: str,
+    pack_name: str,
+    pieces: Iterable[Piece],
+    known: Known = MappingProxyType({}),
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> list[PieceEntry]:
     """Write the blocks that no pack in ``known`` has into one new pack, whole on disk, and return all entries.
 
-    Nothing is written where nothing is new. The new blocks join ``known``. The bytes of a piece are read twice, for the
-    hash and for the file.
+    Nothing is written where nothing is new. A pack of which these pieces need less than half is not referred to: it
+    would stay whole for the rest. The bytes of a piece are read twice, for the hash and for the file.
 
     Args:
         folder: the checkpoint's folder in the store.
+        sizes: bytes of the packs in ``known``.
 
     Raises:
         UnsupportedError: safetensors has no word for a dtype.
         IntegrityError: a piece's bytes changed between the two.
         OSError: the store fails.
     """
+    blocks: list[tuple[Piece, int, int, tuple[str, int]]] = []  # piece, its rows from, to, what they are known by
+    for piece in sorted(pieces, key=lambda piece: -_itemsize(piece)):  # so that every tensor in the file is aligned
+        row, data = math.prod(piece.shape[1:]) * _itemsize(piece), memoryview(piece.data)
+        for low, high in blocks_of(piece.offset, piece.shape, _itemsize(piece)):
+            blocks.append((piece, low, high, (hash_of(data[low * row : high * row]), (high - low) * row)))
+    used = Counter[str]()
+    for key in {key for *_, key in blocks if key in known}:
+        used[known[key].pack] += key[1]
+    idle = {pack for pack, size in sizes.items() if size - used[pack] > max(size // 2, IDLE)}
+    known = {key: entry for key, entry in known.items() if entry.pack not in idle}
     entries: list[PieceEntry] = []
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     new: list[tuple[Piece, int, int, str]] = []  # piece, its bytes from, to, their hash
-    end = 0
-    for piece in sorted(pieces, key=lambda piece: -_itemsize(piece)):  # so that every tensor in the file is aligned
-        row = math.prod(piece.shape[1:]) * _itemsize(piece)
-        run = None
-        data = memoryview(piece.data)
-        for low, high in blocks_of(piece.offset, piece.shape, _itemsize(piece)):
-            offset, shape = piece.offset, piece.shape
-            if shape:
-                offset, shape = (offset[0] + low, *offset[1:]), (high - low, *shape[1:])
-            part = data[low * row : high * row]
-            key = digest, size = hash_of(part), part.nbytes
-            if key in known:
-                there = known[key]
-                entries.append(PieceEntry(piece.key, offset, shape, there.pack, there.begin, there.end, digest))
-                run = None
-                continue
-            entries.append(PieceEntry(piece.key, offset, shape, "", end, end + size, digest))
-            known[key] = entries[-1]
-            new.append((piece, low * row, high * row, digest))
-            end += size
-            if run is None:
-                name = piece.key if not any(offset) else f"{piece.key}@{','.join(map(str, offset))}"
-                run = header[name] = {"dtype": WORDS[piece.dtype], "shape": shape, "data_offsets": (end - size, end)}
-            else:
-                run["shape"] = (run["shape"][0] + high - low, *shape[1:])
-                run["data_offsets"] = (run["data_offsets"][0], end)
+    end, run, before = 0, None, None
+    for piece, low, high, key in blocks:
+        offset, shape, (digest, size) = piece.offset, piece.shape, key
+        row = size // (high - low)
+        if shape:
+            offset, shape = (offset[0] + low, *offset[1:]), (high - low, *shape[1:])
+        if key in known:
+            there, run = known[key], None
+            entries.append(PieceEntry(piece.key, offset, shape, there.pack, there.begin, there.end, digest))
+            continue
+        entries.append(PieceEntry(piece.key, offset, shape, "", end, end + size, digest))
+        known[key] = entries[-1]
+        new.append((piece, low * row, high * row, digest))
+        end += size
+        if run is None or piece is not before:
+            name = piece.key if not any(offset) else f"{piece.key}@{','.join(map(str, offset))}"
+            run = header[name] = {"dtype": WORDS[piece.dtype], "shape": shape, "data_offsets": (end - size, end)}
+        else:
+            run["shape"] = (run["shape"][0] + high - low, *shape[1:])
+            run["data_offsets"] = (run["data_offsets"][0], end)
+        before = piece
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     begin = 8 + len(encoded)
@@ -181,12 +198,10 @@ def write_pieces(store: Store, folder: str, pack_name: str, pieces: Iterable[Pie
 
     if new:
         store.write(f"{folder}/{pack_name}", content())
-    placed = [
+    return [
         replace(entry, pack=pack_name, begin=begin + entry.begin, end=begin + entry.end) if not entry.pack else entry
         for entry in entries
     ]
-    known.update({(entry.hash, entry.end - entry.begin): entry for entry in placed})
-    return placed
 
 
 def _itemsize(piece: Piece) -> int:

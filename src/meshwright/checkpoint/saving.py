@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
 import time
@@ -29,14 +30,15 @@ from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
 from .folder import LEFTOVER, step_folders, unreferenced
-from .manifest import NAME, FileEntry, Manifest, TensorEntry, commit, locate, pack_name, worth_referring_to
-from .pieces import Known, PieceEntry, write_pieces
+from .manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
+from .pieces import PieceEntry, write_pieces
 from .snapshot import boxes_of, owners
 from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
 from .store import OWN_MEMORY, Buffer, Location, Store, place_of
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
+UNTOUCHED = "No earlier checkpoint was touched."
 
 
 def runs_of(
@@ -112,17 +114,20 @@ class Handle:
 
     Attributes:
         path: the folder that it becomes.
-        problem: why there is no new checkpoint, "" while all is well; the same on every rank.
+        problem: why there is no new checkpoint (then ``bytes`` is 0), or why ``then`` failed; "" while all is well. The
+            same on every rank.
         skipped: whether an earlier save was under way, so that this one was not begun.
         bytes: of the checkpoint, once it is whole.
         seconds: from its begin to its end.
-        waited: seconds that ``save`` itself took.
+        given_up: why this process gave it up, "" if it did not.
+        has_replaced: whether it took the place of an earlier one, so that the next one waits for it.
     """
 
     def __init__(self, path: Location):
-        self.path, self.problem, self.skipped, self.bytes, self.waited = path, "", False, 0, 0.0
+        self.path, self.problem, self.skipped, self.bytes = path, "", False, 0
         self.begun, self.seconds = time.perf_counter(), 0.0
-        self.over, self.is_cancelled = threading.Event(), False
+        self.over, self.given_up, self.has_replaced = threading.Event(), "", False
+        self.is_waited_for, self.until = False, math.inf
 
     @property
     def done(self) -> bool:
@@ -133,12 +138,17 @@ class Handle:
         """Return when the checkpoint is whole.
 
         Raises:
-            IntegrityError: it will not be, or is not within ``timeout`` seconds. Any older checkpoint is untouched.
+            IntegrityError: it will not be, or is not within ``timeout`` seconds, or ``then`` failed.
         """
         if not self.over.wait(timeout):
             raise IntegrityError(f"{self.path} is not whole after {timeout:g} s: its save goes on")
         if self.problem:
-            raise IntegrityError(f"{self.problem}. The last whole checkpoint is untouched.")
+            raise IntegrityError(self.words)
+
+    @property
+    def words(self) -> str:
+        """The problem in sentences."""
+        return f"{self.problem}." if self.bytes else f"{self.problem}. {UNTOUCHED}"
 
     def end(self, problem: str = "") -> None:
         """Set the outcome."""
@@ -194,25 +204,16 @@ def write(
         return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
 
     def write_own() -> list[PieceEntry]:
-        known: Known = {}
-        if there is not None:
-            with suppress(IntegrityError):  # of a damaged one nothing is referred to
-                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
+        earlier = blocks_in(store, there, folder) if there is not None else ({}, {})
         own = (
             StatePiece(box.key, box.offset, box.shape, box.dtype, state[box.key], box.of[0])
             for number, box in enumerate(boxes)
             if number in mine
         )
-        return write_pieces(store, folder, own_pack, own, known)
+        return write_pieces(store, folder, own_pack, own, *earlier)
 
     def finish() -> int:
-        replaced: dict[str, FileEntry] = {}
-        if after is None and there is not None:
-            with suppress(IntegrityError):
-                replaced = Manifest.read(store.location(there)).files
-        # where this fails, the next save removes what no manifest names
-        written = commit(store, folder, manifest, new=is_new)
-        store.remove(locate(folder, name) for name in replaced if name not in written.files)
+        written = commit(store, folder, manifest, new=is_new, alone=after is None)
         return sum(entry.bytes for entry in written.files.values())
 
     state = stored_state(parallel_model, optimizer, rank)
@@ -297,10 +298,8 @@ def together(action: Callable[[], Result], *, what: str, here: bool = True) -> R
         except MeshwrightError as error:
             if not isinstance(error, IntegrityError):
                 raise
-            raise IntegrityError(f"{what}: {error} The last whole checkpoint is untouched.") from error
+            raise IntegrityError(f"{what}: {error} {UNTOUCHED}") from error
         except Exception as error:
-            raise IntegrityError(
-                f"{what}: {type(error).__name__}: {error}. The last whole checkpoint is untouched."
-            ) from error
+            raise IntegrityError(f"{what}: {type(error).__name__}: {error}. {UNTOUCHED}") from error
 
     return agree.together(worded, here=here)  # type: ignore[return-value]

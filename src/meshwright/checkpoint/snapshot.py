@@ -10,8 +10,9 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -163,15 +164,21 @@ class Snapshot:
     Args:
         state: what this rank holds.
         parts: the boxes that this rank writes, by portion.
+        look: called now and then while the next optimizer step waits, with the time since which it does.
 
     Attributes:
         problem: why the copies are not the state, "" where they are.
     """
 
     def __init__(
-        self, state: Mapping[str, StateTensor], parts: list[list[Box]], memory: SharedMemory, device: torch.device
+        self,
+        state: Mapping[str, StateTensor],
+        parts: list[list[Box]],
+        memory: SharedMemory,
+        device: torch.device,
+        look: Callable[[float], object] = abs,
     ):
-        self.state, self.parts, self.memory, self.problem = state, parts, memory, ""
+        self.state, self.parts, self.memory, self.problem, self._look = state, parts, memory, "", look
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._copying, self._is_over = 0, False
@@ -222,13 +229,16 @@ class Snapshot:
 
     def finish(self) -> None:
         """Return when the state may change: all of it is copied (on a device, queued before what follows)."""
+        begun = time.perf_counter()
         while True:
             if self._copy_one():
                 continue
             with self._changed:
                 if self._is_over:
                     break
-                self._changed.wait_for(lambda: self._is_over or self._tasks)
+                if self._changed.wait_for(lambda: self._is_over or self._tasks, 0.1):
+                    continue
+            self._look(begun)
         if self._device is not None:
             self._device.current_stream().wait_stream(self._stream)
 

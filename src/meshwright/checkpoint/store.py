@@ -314,8 +314,15 @@ def path_of(location: Location) -> Path:
     return Path(next((text.removeprefix(scheme) for scheme in ON_DISK if text.startswith(scheme)), text)).expanduser()
 
 
+def absolute(location: Location) -> str:
+    """Return a location as an address or an absolute path; "" stays."""
+    return str(location) if not str(location) or is_remote(location) else os.path.abspath(path_of(location))
+
+
 def store_of(root: Location) -> Store:
     """Return the store of everything below a folder."""
+    if is_remote(root) and not str(root).partition("://")[2].strip("/"):
+        raise ConfigError(f"{root} names no bucket and no folder: give an address like s3://bucket/run")
     return RemoteStore(str(root).rstrip("/")) if is_remote(root) else LocalStore(path_of(root))
 
 

@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import IntegrityError
-
 from .folder import CheckpointFolder
 from .host_memory import received, served
-from .manifest import FileEntry, Manifest, TensorEntry, commit, locate, worth_referring_to
-from .pieces import Known, PieceEntry, write_pieces
+from .manifest import FileEntry, Manifest, TensorEntry, blocks_in, commit
+from .pieces import PieceEntry, write_pieces
 from .store import LocalStore, place_of
 
 NICE = 10
@@ -122,12 +120,9 @@ class Writer:
             SharedPiece(key, tuple(offset), tuple(shape), dtype, begin, end, self)
             for key, offset, shape, dtype, begin, end in boxes
         ]
-        known: Known = {}
         in_run = CheckpointFolder(store.location("")).latest() if place["in_run"] else None
-        if there := place_of(in_run)[1] if in_run is not None else folder:
-            with suppress(IntegrityError):  # of a damaged one nothing is referred to
-                known = worth_referring_to(Manifest.read(store.location(there)), there, folder)
-        entries = write_pieces(store, folder, pack, wanted, known)
+        there = place_of(in_run)[1] if in_run is not None else folder
+        entries = write_pieces(store, folder, pack, wanted, *blocks_in(store, there, folder))
         return {"entries": [list(vars(entry).values()) for entry in entries]}
 
     def on_clear(self, files: list[int], place: dict[str, Any], packs: list[str]) -> None:
@@ -146,12 +141,7 @@ class Writer:
         """Write the manifest of what all ranks wrote; return the checkpoint's size in bytes."""
         self.look()
         store, folder = place_of(place["location"])
-        replaced: dict[str, Any] = {}
-        if not place["in_run"]:
-            with suppress(IntegrityError):
-                replaced = Manifest.read(store.location(folder)).files
-        whole = commit(store, folder, manifest(tensors, entries, rest), new=place["new"])
-        store.remove(locate(folder, name) for name in replaced if name not in whole.files)
+        whole = commit(store, folder, manifest(tensors, entries, rest), new=place["new"], alone=not place["in_run"])
         return {"bytes": sum(file.bytes for file in whole.files.values())}
 
     def on_send(self, files: list[int], folder: str, token: str) -> dict[str, Any]:

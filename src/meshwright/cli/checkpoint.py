@@ -15,7 +15,7 @@ from typing import Literal
 from meshwright.checkpoint.copying import clear, copy, listed, verify
 from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
 from meshwright.checkpoint.manifest import NAME
-from meshwright.checkpoint.store import Location, is_remote, path_of, store_of
+from meshwright.checkpoint.store import OWN_MEMORY, Location, is_remote, path_of, store_of
 from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError
@@ -45,6 +45,13 @@ def run(argv: list[str]) -> int:
             "meshwright checkpoint needs one of ls, verify, gc, copy and the folder of a run; copy, a new folder too"
         )
     action, place = argv[0], argv[1]
+    for flag, users in {"step": ("verify", "copy"), "format": ("copy",)}.items():
+        if getattr(options, flag) != getattr(CheckpointOptions(), flag) and action not in users:
+            raise ConfigError(f"--{flag} is for {' and '.join(users)}, and {action} has no use for it: leave it out")
+    if action == "copy" and argv[2].startswith(OWN_MEMORY):
+        raise ConfigError(
+            f"{argv[2]} would be gone with this command: give a folder, or an address like s3://bucket/run"
+        )
     at: Location = place if is_remote(place) else path_of(place)
     is_one = NAME in store_of(at).files()
     folder = checkpoints_of(at) if isinstance(at, Path) and (at / "config.toml").is_file() else CheckpointFolder(at)
@@ -71,12 +78,13 @@ def run(argv: list[str]) -> int:
             print(f"{one}: {'; '.join(problems) or 'whole, every byte as it was written'}")
         return int(damaged > 0)
     if action == "ls":
-        newest = folder.newest()[0]
-        for row in listed(folder):
-            mark = "  (newest)" if row.location == newest else ""
+        rows = listed(folder)
+        newest = next((row for row in reversed(rows) if not row.problem), None)
+        for row in rows:
+            mark = "  (newest)" if row is newest else ""
             size = f"{bytes_text(row.own)}, refers to files of {bytes_text(row.referred)}" if row.referred else ""
             print(f"{row.location}: {row.problem or size or bytes_text(row.own)}{mark}")
-        return 0
+        return int(any(row.problem for row in rows))
     if isinstance(at, Path) and (who := held_by(at)):
         raise ConfigError(f"{place} is being trained by {who}, which may be saving: wait for its end")
     gone = clear(folder)

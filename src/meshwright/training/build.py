@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.huggingface import Pretrained
+from meshwright.checkpoint.store import absolute
 from meshwright.comparison.trace import TraceFile
 from meshwright.core.config import all_set
 from meshwright.core.devices import CPU, is_accelerator
@@ -55,7 +56,7 @@ from meshwright.training.model_source import (
 )
 from meshwright.training.optimizer import BuiltOptimizer, LearningRateSchedule, make_optimizer
 from meshwright.training.preference import expects_pairs, loss_of
-from meshwright.training.run.folder import absolute_folder, absolute_paths
+from meshwright.training.run.folder import absolute_paths
 from meshwright.training.stopping import StopRequest
 from meshwright.training.throughput import StartupTimeline
 from meshwright.training.views.progress import Progress
@@ -339,7 +340,7 @@ def resolved(config: Config, source: ModelSource, plan: Plan) -> Config:
             data=replace(config.data, **absolute_paths(replace(config.data, tokenizer=tokenizer_name(config)))),
             techniques=replace(config.techniques, precision=precision),
             schedule=replace(config.schedule, **warmup),
-            checkpoint=replace(config.checkpoint, folder=absolute_folder(config.checkpoint.folder)),
+            checkpoint=replace(config.checkpoint, folder=absolute(config.checkpoint.folder)),
         )
     )
     return replace(made, dpo=config.dpo)

@@ -49,7 +49,14 @@ def refuse_large_copies(gib: float, ranks: int) -> None:
 
 
 def refuse_copies_on_hosts(config: CheckpointConfig) -> None:
-    """Refuse a ``checkpoint.memory_every`` without saves beside training, or without a folder. Raises ConfigError."""
+    """Refuse a ``checkpoint.memory_every`` without saves beside training, or without a folder, and keys that do nothing
+    as the others are. Raises ConfigError.
+    """
+    idle = {} if config.asynchronous else dict.fromkeys(("when_busy", "host_memory"), "asynchronous = false")
+    idle |= {} if config.memory_every else {"memory_folder": "memory_every = 0"}
+    for key, why in idle.items():
+        if (value := getattr(config, key)) != getattr(type(config)(), key):
+            raise ConfigError(f"checkpoint.{key} = {value} does nothing with checkpoint.{why}: leave one of them out")
     if not config.memory_every:
         return
     if not config.asynchronous or config.folder.startswith(OWN_MEMORY):
@@ -61,7 +68,7 @@ def refuse_copies_on_hosts(config: CheckpointConfig) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
             f"checkpoint.memory_folder = {config.memory_folder}: {folder} is no folder that can be written. Give a file"
-            f" system in each host's memory, or set checkpoint.memory_every = 0"
+            f" system in each host's memory, or set checkpoint.memory_every = 0 and leave the folder out"
         )
 
 

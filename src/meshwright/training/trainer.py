@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright.checkpoint as checkpoint
+from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.core.names import clean
 from meshwright.data import validation_batches
@@ -36,8 +38,9 @@ from meshwright.training.preference import give_references
 from meshwright.training.recording import Profile, check_recordings, open_recordings
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
-from meshwright.training.run.occupancy import occupied
+from meshwright.training.run.occupancy import OWNER, checkpoints_of_one_run, occupied
 from meshwright.training.run.request import RESOLVED, keep_request, read_request, words_of_complete
+from meshwright.training.slurm import run_of_requeued_job
 from meshwright.training.stopping import Interrupted, StopRequest
 from meshwright.training.throughput import StartupTimeline
 from meshwright.training.tracing import TraceCheck
@@ -129,8 +132,15 @@ def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
                 f"out: this run began in {before}, which {socket.gethostname()} does not see; put it on a shared file"
                 f" system"
             )
-        folder = RunFolder.open(replace(config, run=config.run or before), run.identity, run.feed.other_data)
+        asked = replace(config, run=config.run or before)
+        elsewhere = CheckpointFolder(place) if (place := run.config.checkpoint.folder) else None
+        if elsewhere is not None:
+            own = asked.run or run_of_requeued_job(asked)
+            held.enter_context(checkpoints_of_one_run(elsewhere, own and Path(own).expanduser(), run.identity))
+        folder = RunFolder.open(asked, run.identity, run.feed.other_data)
         held.enter_context(occupied(folder.path))
+        if elsewhere is not None:
+            elsewhere.store.put(OWNER, json.dumps({"run": str(folder.path.absolute())}).encode())
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
             keep_request(folder.path, config)
@@ -157,7 +167,7 @@ class _Loop:
         self.config, self.started = run.config, trainer.started
         self.timeline, self.heartbeat, self.peers = trainer.timeline, trainer.heartbeat, trainer.peers
         self.at = Position()
-        self.checkpoints = Checkpointing(run, folder, self.at, progress.say)
+        self.checkpoints = Checkpointing(run, folder, self.at, progress.say, stop)
         self.teller = Teller(run, folder, self.at, progress)
         self.trace = trace
         whole = [axis for axis, size in run.plan.mesh if size == run.plan.world > 1]

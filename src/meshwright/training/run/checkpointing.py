@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +14,11 @@ from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
+from meshwright.checkpoint.snapshot import boxes_of, portions
+from meshwright.checkpoint.state import stored_state
 from meshwright.checkpoint.store import Location
 from meshwright.core.dtypes import bytes_text, duration_text
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero, ranks_per_node
 from meshwright.training.build import Run
@@ -22,6 +26,7 @@ from meshwright.training.feed import UnreadSamples
 from meshwright.training.health.peers import with_way_on
 from meshwright.training.memory import memory_left
 from meshwright.training.run.folder import RunFolder
+from meshwright.training.stopping import StopRequest
 from meshwright.training.throughput import StartupTimeline
 
 IN_MEMORY = "the memory of the hosts"
@@ -50,18 +55,21 @@ class Checkpointing:
         latest: the checkpoint that the run would continue from, None without one.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None]):
+    def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None], stop: StopRequest):
         self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
         elsewhere = run.config.checkpoint.folder
-        self.folder = CheckpointFolder(elsewhere) if elsewhere else folder.checkpoints
-        agree.together(lambda: self.folder.refuse_others(run.identity), here=is_rank_zero() and bool(elsewhere))
+        self.folder = CheckpointFolder(elsewhere or folder.path / "checkpoints")
         self.latest: Location | None = None
         self.pending: tuple[Handle, int] | None = None
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
-        beside, most = c.asynchronous and is_beside(c.folder, say), int(c.host_memory * 2**30)
-        self.saver = Saver(most, c.when_busy, say, lambda: memory_left(ranks)) if beside else None
+        beside, most = c.asynchronous and is_beside(c.folder, say), math.ceil(c.host_memory * 2**30)
+        left = functools.partial(memory_left, ranks)
+        self.saver = Saver(most, c.when_busy, say, left, stopped=lambda: stop.signal) if beside else None
+        if self.saver is not None and most:
+            agree.together(lambda: portions(boxes_of(stored_state(run.model)), most))  # refuses too little at once
         self.memory = open_host_memory(folder.path, c.memory_folder) if c.memory_every else None
         self.kept: Handle | None = None
+        self.kept_step, self.is_late_told = 0, False
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -78,7 +86,15 @@ class Checkpointing:
             self.say(self.kept.problem)
         try:
             path = self.memory.of_step(self.at.step)
-            self.kept = self.saver.begin(self.r.model, path, memory=self.memory, **self._given)
+            kept = self.saver.begin(self.r.model, path, memory=self.memory, **self._given)
+            if not kept.skipped and self.kept is not None and self.kept.skipped and not self.is_late_told:
+                self.is_late_told, every = True, self.at.step - self.kept_step
+                self.say(
+                    f"a state takes longer to keep in memory than checkpoint.memory_every ="
+                    f" {self.r.config.checkpoint.memory_every} steps: the newest is {every} steps old, and one in about"
+                    f" {every} steps is kept"
+                )
+            self.kept, self.kept_step = kept, self.kept_step if kept.skipped else self.at.step
         except ConfigError as error:
             self.say(str(error))
             self.memory = None
@@ -100,7 +116,7 @@ class Checkpointing:
                 self.say(f"{error}. Saves are synchronous from here on")
                 self.saver = None
         if self.pending is not None and (handle is None or not handle.skipped):
-            self.pending[0].over.wait()
+            self._wait(self.pending[0])
             self.look()
         if handle is None:
             handle = Handle(path)
@@ -116,8 +132,13 @@ class Checkpointing:
     def _remove_old(self) -> None:
         try:
             self.folder.keep_last(self.r.config.checkpoint.keep_last)
-        except OSError as error:
+        except (OSError, MeshwrightError) as error:
             self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
+
+    def _wait(self, handle: Handle) -> None:
+        if self.saver is not None:
+            self.saver.wait_for(handle)
+        handle.over.wait()
 
     def look(self) -> None:
         """Say how the save under way ended, if it did."""
@@ -125,7 +146,8 @@ class Checkpointing:
             return
         (handle, step), self.pending = self.pending, None
         if handle.problem:
-            self.say(f"{handle.problem}. Training goes on, and the next save tries again; last whole: {self.latest}")
+            last = f"last whole: {self.latest}" if self.latest else "none is whole so far"
+            self.say(f"{handle.problem}. The next save tries again; {last}")
             return
         self.latest = self.folder.of_step(step)
         self.say(f"saved {self.latest} ({bytes_text(handle.bytes)}, {duration_text(handle.seconds)})")
@@ -139,7 +161,7 @@ class Checkpointing:
         if self.pending is None:
             return
         handle, step = self.pending
-        handle.over.wait()
+        self._wait(handle)
         self.look()
         if handle.problem and step == self.at.step:
             self.save(is_last=True)

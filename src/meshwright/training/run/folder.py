@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of, step_of
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.store import Location, is_remote, path_of, place_of
+from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
 from meshwright.core.config import to_toml
 from meshwright.core.dtypes import bytes_text, count_text
@@ -33,11 +32,6 @@ from meshwright.training.run.request import IDENTITY
 from meshwright.training.slurm import FOLDER, job_number, note_job, run_of_requeued_job
 
 # --- write the paths of a run's data as absolute ones, so that it can be continued from any folder
-
-
-def absolute_folder(folder: str) -> str:
-    """Return checkpoint.folder as an address or an absolute path; "" stays."""
-    return folder if not folder or is_remote(folder) else os.path.abspath(path_of(folder))
 
 
 def absolute_paths(data: DataConfig) -> dict[str, Any]:

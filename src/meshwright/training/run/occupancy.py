@@ -11,9 +11,10 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-from meshwright.checkpoint.folder import checkpoints_of
-from meshwright.checkpoint.store import place_of
+from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
+from meshwright.checkpoint.store import LocalStore, RemoteStore, Store, absolute, place_of, probe
 from meshwright.core.errors import ConfigError, IntegrityError
 
 NAME = "running.lock"
@@ -22,15 +23,18 @@ _PATIENCE_SEC = 5.0
 
 
 @contextlib.contextmanager
-def occupied(folder: Path) -> Iterator[None]:
+def occupied(folder: Path, key: str = "run") -> Iterator[None]:
     """Lock ``folder`` for the time of the block. The system releases the lock when this process dies, however it dies.
 
     If files cannot be locked (some network file systems), there is no lock.
 
+    Args:
+        key: the key of the config that names the folder.
+
     Raises:
         ConfigError: another job holds the lock; the message names its process and host.
     """
-    held = _take(folder / NAME)
+    held = _take(folder / NAME, key)
     try:
         yield
     finally:
@@ -65,7 +69,64 @@ def held_by(folder: Path) -> str:
     return ""
 
 
-def _take(path: Path) -> int | None:
+# --- one run for checkpoints that lie outside its folder
+
+OWNER = "run.json"
+"""File beside checkpoints outside a run's folder, with the path of the run whose they are."""
+
+
+def other_owner(checkpoints: CheckpointFolder, run: Path | Literal[""]) -> Path | None:
+    """Return the run, another than ``run``, whose checkpoints are here; None: they are its own, or nobody's so far.
+
+    A run whose folder is gone, with its machine, goes on as one of the same name. A folder that is moved takes its
+    checkpoints with it; of one that is copied the first keeps them.
+
+    Args:
+        run: its folder; "": one that is still to be made.
+    """
+    store = checkpoints.store
+    named = _owner(store)
+    owner = named or Path(str(store)).parent
+    is_there = _saves_to(owner, checkpoints)
+    if not named and not is_there:
+        return None
+    goes_on = run and (run.name == owner.name or _saves_to(run, checkpoints)) and not is_there
+    if goes_on or (run and run.resolve() == owner.resolve()):
+        return None
+    # on disk a lock tells of one that has no checkpoint yet
+    return owner if isinstance(store, RemoteStore) or checkpoints.steps() else None
+
+
+def _owner(store: Store) -> Path | None:
+    try:
+        return Path(json.loads(store.read(OWNER))["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _saves_to(run: Path, checkpoints: CheckpointFolder) -> bool:
+    return (run / "config.toml").is_file() and absolute(checkpoints_of(run).path) == absolute(checkpoints.path)
+
+
+@contextlib.contextmanager
+def checkpoints_of_one_run(checkpoints: CheckpointFolder, run: Path | Literal[""], identity: object) -> Iterator[None]:
+    """Keep other runs from a ``checkpoint.folder``, and on disk other jobs too, for the time of the block.
+
+    Raises:
+        ConfigError: it is another run's, or cannot be written.
+    """
+    probe(store := checkpoints.store)
+    with occupied(store.root, "checkpoint.folder") if isinstance(store, LocalStore) else contextlib.nullcontext():
+        if owner := other_owner(checkpoints, run):
+            raise ConfigError(
+                f"checkpoint.folder = {checkpoints.path} has the checkpoints of the run {owner}, and two runs would"
+                f" take each other's: give this one a folder of its own, or continue that one with --run={owner}"
+            )
+        checkpoints.refuse_others(identity)
+        yield
+
+
+def _take(path: Path, key: str) -> int | None:
     end = time.monotonic() + _PATIENCE_SEC
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -73,6 +134,8 @@ def _take(path: Path) -> int | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             who = _holder(os.pread(file, 1000, 0))
+            if key != "run" and (owner := _owner(LocalStore(path.parent))):
+                who += f", for the run {owner}"
             os.close(file)
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 return None
@@ -80,8 +143,8 @@ def _take(path: Path) -> int | None:
                 time.sleep(0.05)
                 continue
             raise ConfigError(
-                f"run = {path.parent} is being trained by {who}: two jobs would overwrite each other's checkpoints."
-                f" Wait for it or stop it, or leave run empty for a new folder"
+                f"{key} = {path.parent} is {'being trained' if key == 'run' else 'in use'} by {who}: two jobs would"
+                f" overwrite each other's checkpoints. Wait for it or stop it, or leave {key} empty for a new folder"
             ) from None
         with contextlib.suppress(FileNotFoundError):  # the file that was locked may no longer be the one of that name
             if os.path.samestat(os.fstat(file), path.stat()):

@@ -15,7 +15,7 @@ from meshwright.core.errors import ConfigError, command
 from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
 from meshwright.training.fine_tuning import length_follows
-from meshwright.training.run.occupancy import is_occupied
+from meshwright.training.run.occupancy import is_occupied, other_owner
 
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
@@ -65,9 +65,10 @@ def completed(config: Config) -> str:
     if asks_more or not is_same or is_occupied(folder):
         return ""
     place = config.checkpoint.folder
+    checkpoints = CheckpointFolder(place) if place else checkpoints_of(folder)
     try:
-        latest = (CheckpointFolder(place) if place else checkpoints_of(folder)).latest()
-        if latest is None or not read_object(folder / IDENTITY):
+        latest = checkpoints.latest()
+        if latest is None or (place and other_owner(checkpoints, folder)) or not read_object(folder / IDENTITY):
             return ""
         step = int(Manifest.read(latest).extra["state"]["step"])
     except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import numpy as np
 
+from meshwright.checkpoint.store import OWN_MEMORY
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import count_text, duration_text
 from meshwright.core.errors import MeshwrightError, command, from_here
@@ -536,10 +537,12 @@ class Teller:
         self.trackers.close()
         self.progress.close()
         self.say("\n" + report.text())
+        if not (lasts := not self.config.checkpoint.folder.startswith(OWN_MEMORY)):
+            self.say("\nits checkpoints are in the memory of this process, and end with it")
         if stopped:
-            again = command("train", self.folder.path)
-            self.say(f"\nstopped by {signal.Signals(stopped).name}, saved. Continue with: {again}")
-        else:
+            again = f". Continue with: {command('train', self.folder.path)}" if lasts else ""
+            self.say(f"\nstopped by {signal.Signals(stopped).name}, saved{again}")
+        elif lasts:
             asked = self.r.request
             are_pairs = bool(self.pair_figures)
             outlook = more_or_fewer(asked, self.losses, self.validations, is_of_pairs=are_pairs)
