@@ -128,8 +128,8 @@ def execution_of(plan: Plan) -> Execution:
     master = sum(size * dtype_bytes(dtype) for size, dtype in trained) / elements
     reduce = sum(size * dtype_bytes(precision.reduced_in(dtype)) for size, dtype in trained) / elements
     blocks = max(1, sum(len(unit.blocks) for unit in plan.units))
-    kept = [not unit.reshard_after_forward for unit in plan.units if unit.name]
-    keeps_gathered = blocks > 1 and all(kept)
+    reshards = [unit.reshard_after_forward for unit in plan.units if unit.name]
+    keeps_gathered = blocks > 1 and not any(reshards)
     fully = data.technique == "fully_shard"
     recompute = plan.activation_checkpointing
     schedule = plan.pipeline
@@ -159,8 +159,10 @@ def execution_of(plan: Plan) -> Execution:
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
         schedule="" if schedule is None else schedule.schedule,
         cuts=tuple(zip([0, *ends], ends, strict=False)),
-        reduces_each=data.sync_grad_accum is True,
+        reduces_each=data.sync_grad_accum is not False,
+        sums_replicas_once=data.sync_grad_accum == "shard",
         gathers_each=not (data.gathers_per_step or keeps_gathered),
+        reshards_to=max((int(n) for n in reshards if not isinstance(n, bool)), default=0),
         trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
         weight_bytes=_for_each_element(plan, lambda unit: unit.bytes_at_rest),
         gather_bytes=_for_each_element(plan, lambda unit: unit.bytes_gathered, blocks=True),
@@ -174,12 +176,13 @@ def techniques_of(job: Job, techniques: Techniques) -> Techniques:
     if not run.named:
         changed["activation_checkpointing"] = run.recompute
     if layout.dp_shard * layout.cp > 1:
-        changed["reshard_after_forward"] = run.gathers_each
-        if run.reduces_each:
+        changed["reshard_after_forward"] = run.gathers_each and (run.reshards_to or True)
+        if run.reduces_each and not run.sums_replicas_once:
             changed["sync_grad_accum"] = True
     if layout.pp > 1:
-        several = run.stages_per_rank > 1 and not run.schedule
         changed["pipeline_schedule"] = job.schedule
+    if layout.pp > 1 and not run.cuts:
+        several = run.stages_per_rank > 1 and not run.schedule
         changed["layers_per_stage"] = -(-len(job.architecture.blocks) // job.stages) if several else 0
     return replace(techniques, **changed)
 
@@ -232,12 +235,14 @@ def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: J
     return replace(architecture, blocks=tuple(made[kind] for kind in order))
 
 
-def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines) -> Job:
-    """Return the job that a plan does with a batch on these machines."""
+def job_of_plan(
+    facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines, architecture: Architecture | None = None
+) -> Job:
+    """Return the job that a plan does with a batch on these machines, of an architecture that may be known already."""
     sizes = {key: plan.size(key) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     layout = Layout(**sizes, ep=1 if plan.experts is None else plan.experts.ranks)
     rows = max(1, batch.global_rows // plan.data_ranks)
     size = rows if plan.pipeline is None else plan.pipeline.rows_per_microbatch(rows, batch.rows_together)
     microbatch = min(rows, batch.microbatch_rows or size)
     step = batch.seq_len, batch.global_rows, microbatch
-    return Job(architecture_of(facts), layout, *step, execution_of(plan), machines, batch.rows_together)
+    return Job(architecture or architecture_of(facts), layout, *step, execution_of(plan), machines, batch.rows_together)

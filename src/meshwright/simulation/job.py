@@ -317,7 +317,9 @@ class Execution:
             rank has several stages.
         cuts: first block of each pipeline stage, and the one behind its last; empty: as even as possible.
         reduces_each: whether gradients are reduced with every microbatch.
+        sums_replicas_once: whether shards of them are, and summed over replicas with the last one alone.
         gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
+        reshards_to: ranks that share a block's parameters between its forward and backward; 0: as at rest.
         gathers_ends: whether embedding and head are one unit that stays gathered, not the head alone.
         imbalance: tokens of the fullest expert rank over the mean.
         straggler: time of the slowest rank over the mean.
@@ -368,7 +370,9 @@ class Execution:
     schedule: str = ""
     cuts: tuple[tuple[int, int], ...] = ()
     reduces_each: bool = False
+    sums_replicas_once: bool = False
     gathers_each: bool = True
+    reshards_to: int = 0
     gathers_ends: bool = False
     imbalance: float = 1.0
     straggler: float = 1.0
@@ -452,7 +456,7 @@ class Job:
             "recompute": run.named or run.recompute,
             "schedule": self.schedule if self.layout.pp > 1 else "",
             "stages_per_rank": run.stages_per_rank,
-            "reshard_after_forward": run.gathers_each,
+            "reshard_after_forward": run.gathers_each and (run.reshards_to or True),
             "sync_grad_accum": run.reduces_each,
             "loss_chunks": run.loss_chunks,
         }

@@ -244,6 +244,7 @@ def _gathered(job: Job, blocks: float, largest: float, outside: float) -> float:
     gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
     if not run.gathers_each:  # everything stays gathered from its first forward on
         return kept + blocks * run.gathered_element + gradients * run.reduces_each
+    kept += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
     return kept + 2 * largest * run.gathered_element + gradients  # the block that computes, and the one behind it
 
 
