@@ -341,6 +341,7 @@ class Foresight:
         searched: whether the layout was open; else a stated one was judged.
         kept: what the request states of a candidate's switches, such as "recompute=full"; the search kept it.
         freed: faster layouts that do without some of it, fastest first.
+        notes: sentences about what the forecast leaves out.
     """
 
     chosen: Proposal | None
@@ -351,6 +352,7 @@ class Foresight:
     searched: bool
     kept: tuple[str, ...] = ()
     freed: tuple[Proposal, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under the documented keys of ``meshwright plan --json``."""
@@ -362,6 +364,7 @@ class Foresight:
             "kept": list(self.kept),
             "freed": [one.figures for one in self.freed],
             "simulated": self.simulated,
+            "notes": list(self.notes),
         }
 
     def to_json(self) -> str:
@@ -389,6 +392,7 @@ class Foresight:
             "memory of the first: "
             + ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
             + " GB",
+            *self.notes,
             *notes,
             f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
             f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."

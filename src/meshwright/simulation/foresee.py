@@ -31,7 +31,7 @@ from meshwright.simulation.answer import (
     words,
 )
 from meshwright.simulation.cards import Machines, card_names
-from meshwright.simulation.from_model import job_of_plan, with_saved
+from meshwright.simulation.from_model import job_of_plan, left_out, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
 from meshwright.simulation.search import WORDS, Candidate, Pin, Progress, divisors, search
@@ -259,7 +259,8 @@ class _Question:
         time = rehearsed_time(job, rehearsed) if rehearsed else step_time(job)
         memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)
         judged = proposal(Candidate(job, time, memory), self.techniques, plan)
-        return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False)
+        notes = tuple(left_out(self.facts, job.architecture, self.techniques))
+        return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False, notes=notes)
 
     def _searched(self, progress: Progress | None) -> Foresight:
         world = self.cluster.world
@@ -307,6 +308,7 @@ class _Question:
             searched=True,
             kept=tuple(map(str, kept)),
             freed=freed[:2],
+            notes=tuple(left_out(self.facts, job.architecture, self.techniques)),
         )
 
     def _legal(self, count: int, layout: Layout, techniques: Techniques, rows: int) -> tuple[Plan, Job]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from torch import nn
+
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import HEADS, KEY_HEADS, TOP_K, WIDTH, is_within
+from meshwright.core.names import EXPERTS, HEADS, KEY_HEADS, TOP_K, WIDTH, is_within
 from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
@@ -84,9 +87,12 @@ def _block(
         if stack is not None and len(p.shape) == 3:
             experts = stacks[stack]
             stacked.append(Product(p.shape[2], p.shape[1], "column"))
+        elif (held := _among_experts(facts, p, path)) is not None:
+            experts, first = held
+            stacked += [first] if first.columns else []
         elif len(p.shape) == 2 and min(p.shape) > 1:
             columns, depth = p.shape
-            if columns in stacks.values() and depth == hidden:
+            if columns in {*stacks.values(), _stated(facts, *EXPERTS)} and depth == hidden:
                 continue  # the router, which counts with its experts
             inside = any(is_within(p.name, a) for a in attends)
             cut = "row" if columns == hidden and depth != hidden else "column"
@@ -107,6 +113,8 @@ def _block(
                 f" types.SimpleNamespace({TOP_K[0]}=2)"
             )
         mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
+    if core is None and attends and facts.module is not None:
+        core = _core_of(facts.module.get_submodule(attends[0]))
     return BlockShape(
         hidden,
         tuple(products),
@@ -116,6 +124,57 @@ def _block(
         experts=mixture,
         other=other,
     )
+
+
+def _among_experts(facts: ModelFacts, p: ParameterFact, block: str) -> tuple[int, Product] | None:
+    """Return the number of experts that a weight is of and one expert's product, for experts that no stack holds: rows
+    of all in two dims, a third dim, or a list of modules, which has columns for its first expert alone; else None.
+    """
+    number, parts = _stated(facts, *EXPERTS) or 1, p.name.split(".")
+    if number < 2 or facts.module is None or not block or len(p.shape) < 2:
+        return None
+    if len(p.shape) == 3 and p.shape[0] == number:
+        return number, Product(p.shape[2], p.shape[1])
+    inside = range(len(block.split(".")) + 1, len(parts))
+    for place in (i for i in inside if parts[i].isdecimal()):
+        if len(list(facts.module.get_submodule(".".join(parts[:place])).children())) == number:
+            return number, Product(p.shape[1], p.shape[0] * (parts[place] == "0"))
+    counts = vars(facts.module.get_submodule(".".join(parts[:-1]))).items()
+    counts = [value for key, value in counts if "expert" in key and value == number]
+    if counts and p.shape[0] % number == 0 and p.shape[0] > number:
+        return number, Product(p.shape[1], p.shape[0] // number)
+    return None
+
+
+def _core_of(module: nn.Module) -> AttentionShape | None:
+    """Return the heads of torch's own attention module; None for others."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    size = module.embed_dim // module.num_heads
+    return AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
+
+
+def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniques) -> Iterator[str]:
+    """Yield a sentence for each part of the work that a forecast leaves out."""
+    if techniques.cpu_offload:
+        moved = "its state's" if techniques.cpu_offload == "optimizer" else "all transfers"
+        rest = "" if techniques.cpu_offload == "optimizer" else ", and the update on the CPU"
+        key = json.dumps(techniques.cpu_offload)
+        yield f"techniques.cpu_offload = {key}: the seconds leave out {moved} to and from host memory{rest}."
+    if techniques.activation_checkpointing == "offload":
+        yield "techniques.activation_checkpointing = offload: the seconds leave out transfers to and from host memory."
+    shapes, order = architecture.kinds
+    silent = [place for place, kind in enumerate(order) if shapes[kind].attention is None]
+    if silent:
+        first = f" (first: {facts.blocks[silent[0]]})" if facts.blocks else ""
+        yield (
+            f"{len(silent)} of {len(order)} blocks{first} have no attention whose heads are known: what they compute"
+            " across tokens beside their weights' products, such as attention's or a state-space layer's scan, is left"
+            f" out. Heads are read from model.config, which may be types.SimpleNamespace({HEADS[0]}=8)."
+        )
+    number = _stated(facts, *EXPERTS) or 1
+    if number > 1 and not any(shape.experts for shape in shapes):
+        yield f"the config states {number} experts, and none were found: every token is counted through all parameters."
 
 
 def execution_of(plan: Plan) -> Execution:
@@ -151,6 +210,7 @@ def execution_of(plan: Plan) -> Execution:
         named="" if recompute in ("none", "selective", "full") else recompute,
         offloads=recompute == "offload",
         recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
+        rests_on_host=data.cpu_offload is True,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
         logits_copies=LOGITS_COPIES,
         chunk_copies=CHUNK_COPIES,

@@ -299,6 +299,7 @@ class Execution:
         named: the mode as users name it, where ``recompute`` stands for another one; "": as there.
         offloads: whether what blocks save rests in host memory until their backward.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
+        rests_on_host: whether parameters, gradients and optimizer state do, until blocks are gathered.
         loss_chunks: chunks of tokens in which head and loss are computed.
         gathers_logits: whether each rank of the tensor axis computes the loss of all logits.
         logits_copies, chunk_copies: fp32 copies of a microbatch's logits at the loss, such as log-probabilities; and
@@ -353,6 +354,7 @@ class Execution:
     named: str = ""
     offloads: bool = False
     balances_ends: bool = True
+    rests_on_host: bool = False
     loss_chunks: int = 1
     gathers_logits: bool = False
     logits_copies: float = 2.0
