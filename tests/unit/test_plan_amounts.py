@@ -50,3 +50,16 @@ def test_a_model_without_its_tokenizer_is_planned_with_bytes(tmp_path, monkeypat
     assert main([*asked, "--data.tokenizer=missing.json"]) == 2
     assert "To plan without it, give --data.tokenizer=bytes" in capsys.readouterr().err
     assert main([*asked, "--data.tokenizer=bytes"]) == 0
+
+
+def test_auto_leaves_a_size_open(tmp_path, capsys):
+    asked = ["plan", "--model.size=debug", "--gpus=2", "--gpu=h100", "--json"]
+    assert main(asked) == 0
+    plain = capsys.readouterr().out
+    assert main([*asked, "--layout.tp=auto", "--batch.microbatch=auto"]) == 0
+    assert capsys.readouterr().out == plain
+    (tmp_path / "open.toml").write_text('layout = { tp = "auto" }\nbatch = { microbatch = "auto" }\n')
+    assert main([*asked[:1], str(tmp_path / "open.toml"), *asked[1:]]) == 0
+    assert capsys.readouterr().out == plain
+    assert main([*asked, "--model.dim=auto"]) == 2
+    assert 'model.dim = "auto" is text; expected a whole number' in capsys.readouterr().err
