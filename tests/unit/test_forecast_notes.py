@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,8 +25,8 @@ def facts_of(make):
 def dbrx():
     import transformers
 
-    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 300, "max_seq_len": 64}
-    experts = {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2}
+    sizes: dict[str, Any] = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 300, "max_seq_len": 64}
+    experts: dict[str, Any] = {"ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2}
     config = transformers.DbrxConfig(**sizes, ffn_config=experts, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -41,7 +43,7 @@ def aria():
 def mamba():
     import transformers
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "state_size": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "state_size": 16}
     config = transformers.Mamba2Config(**sizes, num_heads=4, head_dim=32, expand=2, n_groups=1)
     return transformers.AutoModelForCausalLM.from_config(config)
 
