@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 2.0
 LARGEST_READ = 2**28
 """Bytes of data that are read to count its rows; of more, defaults stand."""
+NAMES = ((1e12, " trillion"), (1e9, " billion"), (1e6, " million"))
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -106,10 +108,10 @@ def is_asked(options: PlanOptions) -> bool:
 
 def forecast(config: Config, options: PlanOptions) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
-    written = re.fullmatch(r"(\d+\.?\d*)([KMBT]?)", options.tokens)
-    wanted = float(written[1]) * UNITS[written[2]] if written else 0.0
+    written = re.fullmatch(r"(\d+\.?\d*(?:e\d\d?)?)([KMBT]?)", options.tokens, re.IGNORECASE)
+    wanted = float(written[1]) * UNITS[written[2].upper()] if written else 0.0
     if options.tokens and not wanted:
-        raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B or 15T")
+        raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B, 15T or 1.5e13")
     with _progress() as progress:  # imports take their part of a user's patience
         from meshwright.simulation.foresee import foresee
         from meshwright.simulation.measured import machines_of, notes, profile_of
@@ -121,7 +123,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
         cluster = Cluster(options.gpus or 1, options.per_node or 0, gpu=options.gpu, link=options.link, profile=profile)
         rehearsals = [] if options.with_ is None else rehearsals_for(options.with_, cluster, machines_of(cluster))
         refuse_early(config)
-        tokenizer = planned_tokenizer(config)
+        tokenizer = planned_tokenizer(config, _warn)
         batch, facts = batch_of(config, tokenizer), facts_of(model_source(config, tokenizer))
         answer = foresee(
             facts,
@@ -147,11 +149,11 @@ def forecast(config: Config, options: PlanOptions) -> int:
         hours = tokens / first.tok_s_gpu / 3600
         of_steps = "" if options.tokens else f" (those of {config.steps:,} steps)"
         values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": hours / cluster.world / 24}
-        words = f"{tokens / 1e9:,.4g} billion tokens{of_steps}:"
-        words += f" {hours:,.1f} GPU hours, {hours / cluster.world / 24:,.2f} days"
+        days = hours / cluster.world / 24
+        words = f"{_in_words(tokens)} tokens{of_steps}: {_figure(hours, 1)} GPU hours, {_figure(days, 2)} days"
         if options.price is not None:
             values["run"]["cost"] = options.price * hours
-            words += f", {options.price * hours:,.2f} at {options.price:g} for a GPU hour"
+            words += f", {_figure(options.price * hours, 2)} at {options.price:g} for a GPU hour"
         paragraphs.append(words)
     if options.dry_run:
         estimate = estimated_memory(replace(config, techniques=first.techniques), facts, first.plan, drawn)
@@ -175,6 +177,20 @@ def forecast(config: Config, options: PlanOptions) -> int:
         page = forecast_page(shown, front, first.toml() if answer.searched else "")
         print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def _figure(value: float, places: int) -> str:
+    """Write an amount with so many places, or more where it is below 1, to have two digits."""
+    return f"{value:,.{max(places, 1 - math.floor(math.log10(min(value, 1.0))))}f}"
+
+
+def _warn(sentence: str) -> None:
+    print(f"{sentence}\n", file=sys.stderr, flush=True)
+
+
+def _in_words(number: float) -> str:
+    size, name = next((one for one in NAMES if number >= one[0]), (1.0, ""))
+    return f"{number / size:,.4g}{name}"
 
 
 def as_trained(config: Config, world: int) -> tuple[Config, str]:
@@ -251,7 +267,7 @@ def run(argv: list[str]) -> int:
     from meshwright.training.memory import host_memory
     from meshwright.training.model_source import model_source, planned_tokenizer
 
-    tokenizer = planned_tokenizer(config)
+    tokenizer = planned_tokenizer(config, _warn)
     cluster = Cluster(options.world or process_count(config), options.per_node or 0, options.device or local_device())
     source, batch = model_source(config, tokenizer), batch_of(config, tokenizer)
     facts = facts_of(source)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from meshwright.core.axes import WORLD_AXES, Axis
+from meshwright.core.config.schema import is_unset, unset
 from meshwright.core.errors import ConfigError
 
 # --- define a layout
@@ -24,17 +25,17 @@ class Layout:
     experts and never multiplies the world.
     """
 
-    pp: int = 1
+    pp: int = unset(1)
     """Pipeline stages."""
-    dp_replicate: int = 1
+    dp_replicate: int = unset(1)
     """Data-parallel replicas: each holds whole (or sharded, see dp_shard) parameters and different samples."""
-    dp_shard: int = -1
+    dp_shard: int = unset(-1)
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP); they hold different samples."""
-    cp: int = 1
+    cp: int = unset(1)
     """Context-parallel ranks: each holds a part of every sequence."""
-    tp: int = 1
+    tp: int = unset(1)
     """Tensor-parallel ranks: each holds a part of every weight."""
-    ep: int = 1
+    ep: int = unset(1)
     """Expert-parallel ranks: each holds a part of the experts; taken out of dp_shard, cp and tp."""
 
     @classmethod
@@ -72,6 +73,11 @@ class Layout:
     def requested_schedule(self) -> str:
         """The pipeline schedule of the layout; "" unless a subclass has one: ``techniques`` names it."""
         return ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no size is stated."""
+        return all(map(is_unset, self.sizes.values()))
 
     @property
     def is_resolved(self) -> bool:

@@ -29,11 +29,12 @@ from meshwright.simulation.search import (
     stages_per_rank,
 )
 from meshwright.simulation.step_memory import least_memory, step_memory
+from meshwright.simulation.step_time import step_time
 
 # --- choose the layouts that the rules allow among the fastest, with figures, rows of a table and TOML of each
 
-Legal = Callable[[Layout, Techniques, int], Plan]
-"""Plans a layout with techniques and rows of a microbatch; raises where a rule refuses."""
+Legal = Callable[[Layout, Techniques, int], tuple[Plan, Job]]
+"""Plans a layout with techniques and rows of a microbatch, with the job that it is; raises where a rule refuses."""
 DEFAULTS = Techniques()
 SHOWN = 5
 """Candidates that an answer has, of the fastest and of the front."""
@@ -151,7 +152,9 @@ def proposal(candidate: Candidate, techniques: Techniques, plan: Plan) -> Propos
 def legal_among(
     candidates: list[Candidate], techniques: Techniques, legal: Legal
 ) -> tuple[list[Proposal], list[Refused]]:
-    """Return the first candidates that the rules allow, and those before them that they refuse."""
+    """Return the first candidates that the rules allow, fastest first, as their own plans make them; and those before
+    them that rules refuse, or that do not fit as planned.
+    """
     allowed: list[Proposal] = []
     refused: list[Refused] = []
     for candidate in candidates:
@@ -159,10 +162,15 @@ def legal_among(
             break
         job, chosen = candidate.job, techniques_of(candidate.job, techniques)
         try:
-            allowed.append(proposal(candidate, chosen, legal(job.layout, chosen, int(job.microbatch))))
+            plan, job = legal(job.layout, chosen, int(job.microbatch))
+            planned = Candidate(job, step_time(job), step_memory(job))
+            if planned.fits:
+                allowed.append(proposal(planned, chosen, plan))
+            else:
+                refused.append(Refused(planned, chosen, f"it needs {planned.memory.total / 1e9:.1f} GB as planned"))
         except MeshwrightError as error:
             refused.append(Refused(candidate, chosen, str(error).split(". ")[0]))
-    return allowed, refused
+    return sorted(allowed, key=lambda one: one.step_s), refused
 
 
 def verdict(candidate: Candidate) -> str:
@@ -333,6 +341,7 @@ class Foresight:
         searched: whether the layout was open; else a stated one was judged.
         kept: what the request states of a candidate's switches, such as "recompute=full"; the search kept it.
         freed: faster layouts that do without some of it, fastest first.
+        notes: sentences about what the forecast leaves out.
     """
 
     chosen: Proposal | None
@@ -343,6 +352,7 @@ class Foresight:
     searched: bool
     kept: tuple[str, ...] = ()
     freed: tuple[Proposal, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under the documented keys of ``meshwright plan --json``."""
@@ -354,6 +364,7 @@ class Foresight:
             "kept": list(self.kept),
             "freed": [one.figures for one in self.freed],
             "simulated": self.simulated,
+            "notes": list(self.notes),
         }
 
     def to_json(self) -> str:
@@ -381,6 +392,7 @@ class Foresight:
             "memory of the first: "
             + ", ".join(f"{name} {size:.1f}" for name, size in values["mem_parts_gb"].items())
             + " GB",
+            *self.notes,
             *notes,
             f"{values['tokens_per_day'] / 1e9:.2f} billion tokens a day,"
             f" {values['gpu_hours_per_billion_tokens']:,.0f} GPU hours for a billion."

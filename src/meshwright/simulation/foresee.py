@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from meshwright.core.config import is_unset
+from meshwright.core.config import is_unset, unset
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.blocks import Hints
@@ -20,6 +20,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
 from meshwright.simulation.answer import (
+    DEFAULTS,
     Foresight,
     Legal,
     Proposal,
@@ -30,10 +31,10 @@ from meshwright.simulation.answer import (
     words,
 )
 from meshwright.simulation.cards import Machines, card_names
-from meshwright.simulation.from_model import job_of_plan, with_saved
+from meshwright.simulation.from_model import job_of_plan, left_out, with_saved
 from meshwright.simulation.job import Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
-from meshwright.simulation.search import Candidate, Pin, Progress, divisors, search
+from meshwright.simulation.search import WORDS, Candidate, Pin, Progress, divisors, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
 from meshwright.simulation.step_time import step_time
 
@@ -49,6 +50,16 @@ FASTER = 0.98
 """Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
 """The layout that states no size."""
+CHOSEN = (
+    "activation_checkpointing",
+    "loss_chunks",
+    "reshard_after_forward",
+    "sync_grad_accum",
+    "pipeline_schedule",
+    "layers_per_stage",
+    "pipeline_cuts",
+)
+"""Techniques that a search chooses where the request does not state them."""
 
 
 def plan(
@@ -130,7 +141,7 @@ def foresee(
         ConfigError: an unknown card or link, a cluster that cannot be, or nothing fits or is legal; with what would.
         UnsupportedError: a rule refuses the stated layout.
     """
-    if rehearsed and _is_open(layout):
+    if rehearsed and layout.is_open:
         raise ConfigError("rehearsals are of one layout, and the layout is open: state the layout that was rehearsed")
     for name, value in (("imbalance", imbalance), ("straggler", straggler)):
         if not 1.0 <= value < float("inf"):
@@ -177,8 +188,8 @@ class _Question:
                 "memory and time on a GPU are of a batch: give batch=Batch(global_rows, seq_len), with microbatch_rows"
                 " where the layout is stated"
             )
-        conditions, is_open = tuple(map(Pin.parse, pins)), _is_open(layout)
-        if conditions and not is_open:
+        conditions = tuple(map(Pin.parse, pins))
+        if conditions and not layout.is_open:
             raise ConfigError(
                 f"pins are for a layout that is searched, and the request states one ({layout}). Leave the layout out"
                 f" and pin its sizes, such as tp={layout.tp}."
@@ -208,10 +219,10 @@ class _Question:
         firsts = [self.facts.blocks[order.index(kind)] for kind in range(len(kinds)) if self.facts.blocks]
         return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row, firsts), job)
 
-    def _job(self, plan: Plan) -> Job:
+    def _job(self, plan: Plan, rows: int = 0) -> Job:
         here = computing_in(self._machines(self.cluster.world), plan.precision.compute)
-        job = job_of_plan(self.facts, plan, self.batch, here)
-        job = replace(job, architecture=self._architecture)
+        batch = replace(self.batch, microbatch_rows=rows or self.batch.microbatch_rows)
+        job = job_of_plan(self.facts, plan, batch, here, self._architecture)
         job = job.with_execution(imbalance=self.imbalance, straggler=self.straggler)
         device = job.machines.device
         if job.execution.products not in device.flops:
@@ -223,7 +234,7 @@ class _Question:
 
     def answer(self, progress: Progress | None = None, rehearsed: Sequence[RehearsedRank] = ()) -> Foresight:
         """Judge a stated layout, search for an open one."""
-        if _is_open(self.layout):
+        if self.layout.is_open:
             return self._searched(progress)
         rows, world = self.batch.global_rows, self.cluster.world
 
@@ -248,20 +259,15 @@ class _Question:
         time = rehearsed_time(job, rehearsed) if rehearsed else step_time(job)
         memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)
         judged = proposal(Candidate(job, time, memory), self.techniques, plan)
-        return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False)
+        notes = tuple(left_out(self.facts, job.architecture, self.techniques))
+        return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False, notes=notes)
 
     def _searched(self, progress: Progress | None) -> Foresight:
         world = self.cluster.world
-
-        def legal_on(count: int, layout: Layout, techniques: Techniques, rows: int) -> Plan:
-            return self._plan(count, layout, techniques, replace(self.batch, microbatch_rows=rows))
-
-        legal = partial(legal_on, world)
-        job = self._job(self._some_plan())
-        kept = tuple(pin for pin in _kept(self.techniques, self.batch) if pin.key not in {p.key for p in self.pins})
-        # the loss of pairs is not computed in chunks
-        pins = (*self.pins, *kept, *([Pin("loss_chunks", "=", "1")] if self.batch.pairs else ()))
-        works = open_works(job, pins, self.techniques, self._machines, legal_on)
+        legal = cache(partial(self._legal, world))  # most of the front are among the fastest
+        job, kept = self._searchable(self.techniques), _kept(self.techniques, self.batch, self.pins)
+        pins = (*self.pins, *kept, *self._implied(self.techniques))
+        works = open_works(job, pins, self.techniques, self._machines, self._legal)
         found = search(job, pins, progress=progress)
         if not found.best and found.smallest is not None:
             smallest, device = found.smallest, job.machines.device
@@ -270,10 +276,9 @@ class _Question:
             raise ConfigError(
                 f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
                 f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
-                f" {beyond:.1f} GB too much. {self._without(job, kept, legal)}Take more GPUs or a larger card,"
+                f" {beyond:.1f} GB too much. {self._without(kept, legal)}Take more GPUs or a larger card,"
                 f" {fewer_bits}or shorter rows."
             )
-        legal = cache(legal)  # most of the front are among the fastest
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
         for some in AXES if found.best else ():
@@ -288,12 +293,12 @@ class _Question:
         if not (shown or refused):
             conditions = " and ".join([f"this batch of {self.batch.global_rows} rows", *map(str, pins)])
             raise ConfigError(
-                f"{world} GPUs: no layout fills them with {conditions}. {self._without(job, kept, legal)}"
+                f"{world} GPUs: no layout fills them with {conditions}. {self._without(kept, legal)}"
                 f"{words(world, works)}"
             )
         if not shown:
             raise ConfigError(f"no layout that fits {world} GPUs is legal. {refused[0].reason}. {words(world, works)}")
-        freed = tuple(one for one in self._freed(job, legal) if one.step_s < FASTER * shown[0].step_s) if kept else ()
+        freed = tuple(one for one in self._freed(legal) if one.step_s < FASTER * shown[0].step_s) if kept else ()
         return Foresight(
             shown[0],
             tuple(shown),
@@ -303,9 +308,29 @@ class _Question:
             searched=True,
             kept=tuple(map(str, kept)),
             freed=freed[:2],
+            notes=tuple(left_out(self.facts, job.architecture, self.techniques)),
         )
 
-    def _some_plan(self) -> Plan:
+    def _legal(self, count: int, layout: Layout, techniques: Techniques, rows: int) -> tuple[Plan, Job]:
+        """Plan a candidate for a number of these GPUs, and return the job that it is then."""
+        plan = self._plan(count, layout, techniques, replace(self.batch, microbatch_rows=rows))
+        return plan, self._job(plan, rows)
+
+    def _searchable(self, techniques: Techniques) -> Job:
+        """Return a job to search from; its stages have the cuts that the techniques state, or none."""
+        job = self._job(self._some_plan(techniques))
+        return job if techniques.pipeline_cuts or techniques.layers_per_stage else job.with_execution(cuts=())
+
+    def _implied(self, techniques: Techniques) -> Iterator[Pin]:
+        """Yield what follows for a layout from techniques, so that no search tries what rules refuse."""
+        if self.batch.pairs:
+            yield Pin("loss_chunks", "=", "1")
+        if techniques.data_parallel == "ddp" or techniques.zero_stage == 0:
+            yield Pin("dp_shard", "=", "1")
+        if techniques.sync_grad_accum == "shard":
+            yield Pin("dp_replicate", ">=", "2")
+
+    def _some_plan(self, techniques: Techniques) -> Plan:
         """Plan a layout of data ranks alone; where rules refuse it, the first other one that they allow.
 
         Raises:
@@ -313,43 +338,56 @@ class _Question:
         """
         world = self.cluster.world
         sizes = [n for n in divisors(world) if n > 1]
-        others = (replace(self.layout, **{axis: n}) for n in sizes for axis in ("tp", "cp", "pp"))
+        others = [(Layout(**{axis: n}), techniques) for n in sizes for axis in ("dp_replicate", "tp", "cp", "pp")]
+        if is_unset(techniques.pipeline_schedule):
+            loops = replace(techniques, pipeline_schedule="interleaved_1f1b")
+            others += [(Layout(pp=n), loops) for n in sizes]
         try:
-            return self._plan(world, self.layout, self.techniques, None)
+            whole = Pin("dp_shard", "=", "1") in self._implied(techniques)
+            return self._plan(world, Layout(dp_replicate=world, dp_shard=1) if whole else OPEN, techniques, None)
         except MeshwrightError as refused:
-            for layout in others:
+            for layout, changed in others:
                 with suppress(MeshwrightError):
-                    return self._plan(world, layout, self.techniques, None)
+                    return self._plan(world, layout, changed, None)
             raise refused from None
 
-    def _freed(self, job: Job, legal: Legal) -> list[Proposal]:
+    def _freed(self, legal: Legal) -> list[Proposal]:
         """Return the fastest legal layouts where switches that the request states are searched too."""
-        free = job.with_execution(named="", offloads=False)
-        return legal_among(search(free, self.pins).best, self.techniques, legal)[0]
+        free = replace(self.techniques, **{key: getattr(DEFAULTS, key) for key in CHOSEN})
+        pins = (*self.pins, *self._implied(free))
+        return legal_among(search(self._searchable(free), pins).best, free, legal)[0]
 
-    def _without(self, job: Job, kept: tuple[Pin, ...], legal: Legal) -> str:
+    def _without(self, kept: tuple[Pin, ...], legal: Legal) -> str:
         """Say which layout fits where nothing of the switches is kept; "" where none does, or nothing was."""
-        found = self._freed(job, legal) if kept else []
+        found = self._freed(legal) if kept else []
         if not found:
             return ""
         return f"Without {', '.join(map(str, kept))} this fits: {found[0]}. "
 
 
-def _kept(techniques: Techniques, batch: Batch) -> tuple[Pin, ...]:
-    """Return what a request states of the switches that a search chooses."""
+def _kept(techniques: Techniques, batch: Batch, pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
+    """Return what a request states of the switches that a search chooses.
+
+    Raises:
+        ConfigError: a pin says otherwise.
+    """
     t = techniques
-    stated = {
-        "microbatch": batch.microbatch_rows or None,
-        "recompute": None if is_unset(t.activation_checkpointing) else t.activation_checkpointing,
-        "loss_chunks": None if is_unset(t.loss_chunks) else t.loss_chunks,
-        "reshard": t.reshard_after_forward if isinstance(t.reshard_after_forward, bool) else None,
-        "sync_grad_accum": t.sync_grad_accum if isinstance(t.sync_grad_accum, bool) else None,
-        "schedule": None if is_unset(t.pipeline_schedule) else t.pipeline_schedule,
-    }
-    words = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in stated.items()}
-    return tuple(Pin(key, "=", words[key]) for key, value in stated.items() if value is not None)
-
-
-def _is_open(layout: Layout) -> bool:
-    """Return whether a layout states no size, whatever its class."""
-    return all(value == getattr(layout, axis) for axis, value in vars(OPEN).items())
+    stated: list[tuple[str, str, Any]] = [
+        ("microbatch", "batch.microbatch", batch.microbatch_rows or unset(0)),
+        ("recompute", "techniques.activation_checkpointing", t.activation_checkpointing),
+        ("loss_chunks", "techniques.loss_chunks", t.loss_chunks),
+        ("reshard", "techniques.reshard_after_forward", t.reshard_after_forward),
+        ("sync_grad_accum", "techniques.sync_grad_accum", t.sync_grad_accum),
+        ("schedule", "techniques.pipeline_schedule", t.pipeline_schedule),
+        ("layers_per_stage", "techniques.layers_per_stage", t.layers_per_stage or unset(0)),
+        ("pipeline_cuts", "techniques.pipeline_cuts", list(t.pipeline_cuts) or unset(0)),
+    ]
+    kept = []
+    for key, name, value in stated:
+        if is_unset(value) or value == "auto":
+            continue
+        kept.append(Pin(key, "=", str(value).lower() if isinstance(value, bool) else str(value)))
+        for pin in pins:
+            if pin.key == key and not (pin.value == kept[-1].value if key in WORDS else pin.holds({key: value})):
+                raise ConfigError(f"pin {pin} and {name} = {kept[-1].value} contradict each other: leave one out")
+    return tuple(kept)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from torch import nn
+
 from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
-from meshwright.core.names import HEADS, KEY_HEADS, TOP_K, WIDTH, is_within
+from meshwright.core.names import EXPERTS, HEADS, KEY_HEADS, TOP_K, WIDTH, is_within
 from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
@@ -84,9 +87,12 @@ def _block(
         if stack is not None and len(p.shape) == 3:
             experts = stacks[stack]
             stacked.append(Product(p.shape[2], p.shape[1], "column"))
+        elif (held := _among_experts(facts, p, path)) is not None:
+            experts, first = held
+            stacked += [first] if first.columns else []
         elif len(p.shape) == 2 and min(p.shape) > 1:
             columns, depth = p.shape
-            if columns in stacks.values() and depth == hidden:
+            if columns in {*stacks.values(), _stated(facts, *EXPERTS)} and depth == hidden:
                 continue  # the router, which counts with its experts
             inside = any(is_within(p.name, a) for a in attends)
             cut = "row" if columns == hidden and depth != hidden else "column"
@@ -107,6 +113,8 @@ def _block(
                 f" types.SimpleNamespace({TOP_K[0]}=2)"
             )
         mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
+    if core is None and attends and facts.module is not None:
+        core = _core_of(facts.module.get_submodule(attends[0]))
     return BlockShape(
         hidden,
         tuple(products),
@@ -116,6 +124,57 @@ def _block(
         experts=mixture,
         other=other,
     )
+
+
+def _among_experts(facts: ModelFacts, p: ParameterFact, block: str) -> tuple[int, Product] | None:
+    """Return the number of experts that a weight is of and one expert's product, for experts that no stack holds: rows
+    of all in two dims, a third dim, or a list of modules, which has columns for its first expert alone; else None.
+    """
+    number, parts = _stated(facts, *EXPERTS) or 1, p.name.split(".")
+    if number < 2 or facts.module is None or not block or len(p.shape) < 2:
+        return None
+    if len(p.shape) == 3 and p.shape[0] == number:
+        return number, Product(p.shape[2], p.shape[1])
+    inside = range(len(block.split(".")) + 1, len(parts))
+    for place in (i for i in inside if parts[i].isdecimal()):
+        if len(list(facts.module.get_submodule(".".join(parts[:place])).children())) == number:
+            return number, Product(p.shape[1], p.shape[0] * (parts[place] == "0"))
+    counts = vars(facts.module.get_submodule(".".join(parts[:-1]))).items()
+    counts = [value for key, value in counts if "expert" in key and value == number]
+    if counts and p.shape[0] % number == 0 and p.shape[0] > number:
+        return number, Product(p.shape[1], p.shape[0] // number)
+    return None
+
+
+def _core_of(module: nn.Module) -> AttentionShape | None:
+    """Return the heads of torch's own attention module; None for others."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    size = module.embed_dim // module.num_heads
+    return AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
+
+
+def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniques) -> Iterator[str]:
+    """Yield a sentence for each part of the work that a forecast leaves out."""
+    if techniques.cpu_offload:
+        moved = "its state's" if techniques.cpu_offload == "optimizer" else "all transfers"
+        rest = "" if techniques.cpu_offload == "optimizer" else ", and the update on the CPU"
+        key = json.dumps(techniques.cpu_offload)
+        yield f"techniques.cpu_offload = {key}: the seconds leave out {moved} to and from host memory{rest}."
+    if techniques.activation_checkpointing == "offload":
+        yield "techniques.activation_checkpointing = offload: the seconds leave out transfers to and from host memory."
+    shapes, order = architecture.kinds
+    silent = [place for place, kind in enumerate(order) if shapes[kind].attention is None]
+    if silent:
+        first = f" (first: {facts.blocks[silent[0]]})" if facts.blocks else ""
+        yield (
+            f"{len(silent)} of {len(order)} blocks{first} have no attention whose heads are known: what they compute"
+            " across tokens beside their weights' products, such as attention's or a state-space layer's scan, is left"
+            f" out. Heads are read from model.config, which may be types.SimpleNamespace({HEADS[0]}=8)."
+        )
+    number = _stated(facts, *EXPERTS) or 1
+    if number > 1 and not any(shape.experts for shape in shapes):
+        yield f"the config states {number} experts, and none were found: every token is counted through all parameters."
 
 
 def execution_of(plan: Plan) -> Execution:
@@ -128,8 +187,8 @@ def execution_of(plan: Plan) -> Execution:
     master = sum(size * dtype_bytes(dtype) for size, dtype in trained) / elements
     reduce = sum(size * dtype_bytes(precision.reduced_in(dtype)) for size, dtype in trained) / elements
     blocks = max(1, sum(len(unit.blocks) for unit in plan.units))
-    kept = [not unit.reshard_after_forward for unit in plan.units if unit.name]
-    keeps_gathered = blocks > 1 and all(kept)
+    reshards = [unit.reshard_after_forward for unit in plan.units if unit.name]
+    keeps_gathered = blocks > 1 and not any(reshards)
     fully = data.technique == "fully_shard"
     recompute = plan.activation_checkpointing
     schedule = plan.pipeline
@@ -151,6 +210,7 @@ def execution_of(plan: Plan) -> Execution:
         named="" if recompute in ("none", "selective", "full") else recompute,
         offloads=recompute == "offload",
         recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
+        rests_on_host=data.cpu_offload is True,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
         logits_copies=LOGITS_COPIES,
         chunk_copies=CHUNK_COPIES,
@@ -159,8 +219,10 @@ def execution_of(plan: Plan) -> Execution:
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
         schedule="" if schedule is None else schedule.schedule,
         cuts=tuple(zip([0, *ends], ends, strict=False)),
-        reduces_each=data.sync_grad_accum is True,
+        reduces_each=data.sync_grad_accum is not False,
+        sums_replicas_once=data.sync_grad_accum == "shard",
         gathers_each=not (data.gathers_per_step or keeps_gathered),
+        reshards_to=max((int(n) for n in reshards if not isinstance(n, bool)), default=0),
         trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
         weight_bytes=_for_each_element(plan, lambda unit: unit.bytes_at_rest),
         gather_bytes=_for_each_element(plan, lambda unit: unit.bytes_gathered, blocks=True),
@@ -174,12 +236,13 @@ def techniques_of(job: Job, techniques: Techniques) -> Techniques:
     if not run.named:
         changed["activation_checkpointing"] = run.recompute
     if layout.dp_shard * layout.cp > 1:
-        changed["reshard_after_forward"] = run.gathers_each
-        if run.reduces_each:
+        changed["reshard_after_forward"] = run.gathers_each and (run.reshards_to or True)
+        if run.reduces_each and not run.sums_replicas_once:
             changed["sync_grad_accum"] = True
     if layout.pp > 1:
-        several = run.stages_per_rank > 1 and not run.schedule
         changed["pipeline_schedule"] = job.schedule
+    if layout.pp > 1 and not run.cuts:
+        several = run.stages_per_rank > 1 and not run.schedule
         changed["layers_per_stage"] = -(-len(job.architecture.blocks) // job.stages) if several else 0
     return replace(techniques, **changed)
 
@@ -232,12 +295,14 @@ def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: J
     return replace(architecture, blocks=tuple(made[kind] for kind in order))
 
 
-def job_of_plan(facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines) -> Job:
-    """Return the job that a plan does with a batch on these machines."""
+def job_of_plan(
+    facts: ModelFacts, plan: Plan, batch: Batch, machines: Machines, architecture: Architecture | None = None
+) -> Job:
+    """Return the job that a plan does with a batch on these machines, of an architecture that may be known already."""
     sizes = {key: plan.size(key) for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     layout = Layout(**sizes, ep=1 if plan.experts is None else plan.experts.ranks)
     rows = max(1, batch.global_rows // plan.data_ranks)
     size = rows if plan.pipeline is None else plan.pipeline.rows_per_microbatch(rows, batch.rows_together)
     microbatch = min(rows, batch.microbatch_rows or size)
     step = batch.seq_len, batch.global_rows, microbatch
-    return Job(architecture_of(facts), layout, *step, execution_of(plan), machines, batch.rows_together)
+    return Job(architecture or architecture_of(facts), layout, *step, execution_of(plan), machines, batch.rows_together)

@@ -299,6 +299,7 @@ class Execution:
         named: the mode as users name it, where ``recompute`` stands for another one; "": as there.
         offloads: whether what blocks save rests in host memory until their backward.
         balances_ends: whether stages with embedding or head get fewer blocks, as in this library's plans.
+        rests_on_host: whether parameters, gradients and optimizer state do, until blocks are gathered.
         loss_chunks: chunks of tokens in which head and loss are computed.
         gathers_logits: whether each rank of the tensor axis computes the loss of all logits.
         logits_copies, chunk_copies: fp32 copies of a microbatch's logits at the loss, such as log-probabilities; and
@@ -317,7 +318,9 @@ class Execution:
             rank has several stages.
         cuts: first block of each pipeline stage, and the one behind its last; empty: as even as possible.
         reduces_each: whether gradients are reduced with every microbatch.
+        sums_replicas_once: whether shards of them are, and summed over replicas with the last one alone.
         gathers_each: whether parameters are gathered for every microbatch (ZeRO 3).
+        reshards_to: ranks that share a block's parameters between its forward and backward; 0: as at rest.
         gathers_ends: whether embedding and head are one unit that stays gathered, not the head alone.
         imbalance: tokens of the fullest expert rank over the mean.
         straggler: time of the slowest rank over the mean.
@@ -351,6 +354,7 @@ class Execution:
     named: str = ""
     offloads: bool = False
     balances_ends: bool = True
+    rests_on_host: bool = False
     loss_chunks: int = 1
     gathers_logits: bool = False
     logits_copies: float = 2.0
@@ -368,7 +372,9 @@ class Execution:
     schedule: str = ""
     cuts: tuple[tuple[int, int], ...] = ()
     reduces_each: bool = False
+    sums_replicas_once: bool = False
     gathers_each: bool = True
+    reshards_to: int = 0
     gathers_ends: bool = False
     imbalance: float = 1.0
     straggler: float = 1.0
@@ -452,7 +458,7 @@ class Job:
             "recompute": run.named or run.recompute,
             "schedule": self.schedule if self.layout.pp > 1 else "",
             "stages_per_rank": run.stages_per_rank,
-            "reshard_after_forward": run.gathers_each,
+            "reshard_after_forward": run.gathers_each and (run.reshards_to or True),
             "sync_grad_accum": run.reduces_each,
             "loss_chunks": run.loss_chunks,
         }

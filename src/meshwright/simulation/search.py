@@ -69,6 +69,8 @@ class Pin:
         if self.key not in values:
             return True
         value = values[self.key]
+        if self.key in ("reshard", "sync_grad_accum"):  # a number of ranks, and "shard", are ways to do it
+            return (str(value) == "false") == (self.value == "false")
         if self.key in WORDS:
             return str(value) == self.value
         return COMPARISONS[self.comparison](int(value), int(self.value))
@@ -177,17 +179,19 @@ def chunkings(pins: tuple[Pin, ...]) -> list[int]:
 
 def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> list[int]:
     """List how many stages each pipeline rank may have (1F1B, or interleaved)."""
+    cuts = len(base.execution.cuts)  # as many stages as a config states
     if mesh.pp == 1:
-        return [1] if hold(pins, stages_per_rank=1) else []
+        return [1] if hold(pins, stages_per_rank=1) and not cuts else []
     blocks, found = len(base.architecture.blocks), []
     number = base.rows // mesh.data // microbatch
-    for per_rank in sorted({*STAGES_PER_RANK, *(int(pin.value) for pin in pins if pin.key == "stages_per_rank")}):
+    pinned = {int(pin.value) for pin in pins if pin.key == "stages_per_rank"}
+    for per_rank in [cuts // mesh.pp] if cuts else sorted({*STAGES_PER_RANK, *pinned}):
         stages = mesh.pp * per_rank
-        if stages > blocks or not hold(pins, stages_per_rank=per_rank):
+        if not 0 < stages <= blocks or stages != (cuts or stages) or not hold(pins, stages_per_rank=per_rank):
             continue
         kind = schedule_kind("1f1b" if per_rank == 1 else "interleaved_1f1b")
         size = -(-blocks // stages)
-        if kind.legal(number, mesh.pp) == number and (per_rank == 1 or -(-blocks // size) == stages):
+        if kind.legal(number, mesh.pp) == number and (cuts or per_rank == 1 or -(-blocks // size) == stages):
             found.append(per_rank)
     return found
 
@@ -199,6 +203,7 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
     a schedule that no search tries has that one alone.
     """
     blocks, number = len(base.architecture.blocks), base.rows // mesh.data // microbatch
+    cuts = len(base.execution.cuts)
     name = next((pin.value for pin in pins if pin.key == "schedule" and pin.value not in WORDS["schedule"]), "")
     if name and mesh.pp > 1:
         if name.endswith(".csv"):
@@ -207,9 +212,13 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
             fits = (len(table.ranks), table.microbatches) == (mesh.pp, number)
         else:
             kind = schedule_kind(name)
-            per_rank = kind.per_rank(blocks, mesh.pp)
+            per_rank = cuts // mesh.pp if cuts and kind.loops else kind.per_rank(blocks, mesh.pp)
             fits = kind.legal(number, mesh.pp) == number
-        fits = fits and per_rank * mesh.pp <= blocks and hold(pins, stages_per_rank=per_rank)
+        fits = (
+            fits
+            and per_rank * mesh.pp in ([cuts] if cuts else range(blocks + 1))
+            and hold(pins, stages_per_rank=per_rank)
+        )
         return [(per_rank, name)] if fits else []
     found = [
         (per_rank, "")
@@ -217,7 +226,7 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
         if mesh.pp == 1 or hold(pins, schedule="1f1b" if per_rank == 1 else "interleaved_1f1b")
     ]
     splits = not (base.execution.fused or base.execution.reduces_each)
-    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp <= blocks
+    fits = 1 < mesh.pp <= MOST_RANKS and 2 * mesh.pp in ([cuts] if cuts else range(blocks + 1))
     if splits and fits and hold(pins, stages_per_rank=2, schedule=ZERO_BUBBLE):
         found.append((2, ZERO_BUBBLE))
     return found
@@ -378,7 +387,7 @@ def _groups(
     candidates, number = list(meshes(base, pins, usual=usual)), 0
     fitting = [(mesh, least_memory(base.with_layout(mesh.layout(mesh.data)))) for mesh in candidates]
     smallest = min((least for _, least in fitting), default=0.0)
-    runs = [replace(run, stages_per_rank=1, schedule="", cuts=()) for run in recomputations(base, pins)]
+    runs = [replace(run, stages_per_rank=1, schedule="") for run in recomputations(base, pins)]
     for place, (mesh, least) in enumerate(fitting):
         if progress is not None:
             progress(place / len(fitting))

@@ -157,7 +157,7 @@ def least_memory(job: Job) -> float:
     experts = model.expert_elements / layout.ep / job.expert_owners
     resting = run.master_bytes if run.trained == 1.0 else run.weight_bytes or run.compute_bytes
     each = resting + (run.gradient_bytes + run.optimizer_bytes) * run.trained
-    return (dense + experts) / layout.pp * each + job.machines.device.context_bytes
+    return (dense + experts) / layout.pp * each * (not run.rests_on_host) + job.machines.device.context_bytes
 
 
 def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
@@ -180,6 +180,8 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         if run.buckets:
             delays, largest = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
             gradients += beside_buckets(gradients, min(gradients, largest / layout.tp), delays=delays)
+    if run.rests_on_host:
+        parameters = gradients = owned = 0.0
     if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
         at_end = gradients, working, 0.0
@@ -244,6 +246,7 @@ def _gathered(job: Job, blocks: float, largest: float, outside: float) -> float:
     gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
     if not run.gathers_each:  # everything stays gathered from its first forward on
         return kept + blocks * run.gathered_element + gradients * run.reduces_each
+    kept += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
     return kept + 2 * largest * run.gathered_element + gradients  # the block that computes, and the one behind it
 
 

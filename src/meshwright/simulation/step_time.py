@@ -408,19 +408,25 @@ def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[floa
     reduced = run.reduce_bytes * run.trained
     gathers = machines.gather_s(dense * run.gathered_element, job.owner_group)
     reduces = machines.gather_s(dense * reduced, job.owner_group)
+    again = machines.gather_s(dense * run.gathered_element, Group(run.reshards_to or job.owners, layout.tp))
+    replicas = 0.0
     if job.replica_group.size > 1:
-        reduces += machines.reduce_s(dense * reduced / job.owners, job.replica_group)
+        replicas = machines.reduce_s(dense * reduced / job.owners, job.replica_group)
     if block.experts:
         own, group = block.experts.elements / layout.ep * together, job.expert_replicas
-        gathers += machines.gather_s(own * run.gathered_element, group)
+        experts = machines.gather_s(own * run.gathered_element, group)
+        gathers, again = gathers + experts, again + experts
         reduces += machines.gather_s(own * reduced, group)
     forwards = job.microbatches if run.gathers_each else 1
     backwards = job.microbatches if run.gathers_each else 0
     reductions = job.microbatches if run.reduces_each else 1
+    sums = 1 if run.sums_replicas_once else reductions
+    reduces += again if backwards else 0.0
     phases = [
         (forwards, gathers, times.forward_s if run.hides_gathers else 0.0),
-        (backwards - reductions, gathers, times.backward_s),  # microbatches before the last gather alone
-        (reductions, reduces + (gathers if backwards else 0.0), times.backward_s),
+        (backwards - reductions, again, times.backward_s),  # microbatches before the last gather alone
+        (reductions - sums, reduces, times.backward_s),
+        (sums, reduces + replicas, times.backward_s),
     ]
     phases = [(count / together, seconds, room * together) for count, seconds, room in phases if count > 0]
     exposed = sum(count * max(0.0, seconds - room) for count, seconds, room in phases)

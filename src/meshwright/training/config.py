@@ -110,7 +110,7 @@ class BatchConfig:
     global_batch: Annotated[int, FROM_1] = unset(32)
     """Rows per optimizer step, over all ranks; unset beside weights from files: fewer where the data would make few
     steps."""
-    microbatch: Annotated[int, FROM_0] = 0
+    microbatch: Annotated[int, FROM_0] = unset(0)
     """Rows per forward on one rank; 0: the rank's whole share at once."""
 
 

@@ -304,17 +304,27 @@ def run_tokenizer(config: Config, say: Callable[[str], None] = print) -> Tokeniz
     return load_tokenizer(name)
 
 
-def planned_tokenizer(config: Config) -> Tokenizer:
-    """Return a tokenizer for planning: one that is yet to be trained has only a vocabulary size."""
+def planned_tokenizer(config: Config, warn: Callable[[str], None] | None = None) -> Tokenizer:
+    """Return a tokenizer for planning: one that is yet to be trained, or is not here, has only a vocabulary size.
+
+    Args:
+        warn: receives a sentence where that size is the one of ``model.size``.
+    """
     name = tokenizer_name(config)
     if name.startswith(BPE):
         return IdTokenizer(vocabulary_of(name), 0)
     try:
         return load_tokenizer(name)
     except ConfigError as error:
+        if config.model.hf:
+            raise ConfigError(f"{error}. To plan without it, give --data.tokenizer=bytes") from None
         if config.model.vocab_size is not None:
             return IdTokenizer(config.model.vocab_size, 0)
-        raise ConfigError(f"{error}. To plan without it, give --model.vocab_size=N") from None
+        if warn is None:
+            raise ConfigError(f"{error}. To plan without it, give --model.vocab_size=N") from None
+        vocabulary = SIZES[config.model.size].vocab_size
+        warn(f"{error}: planned with {vocabulary:,} tokens, as model.size = {config.model.size} has")
+        return IdTokenizer(vocabulary, 0)
 
 
 def kept_tokenizer(run: Path) -> FileTokenizer | None:

@@ -140,7 +140,11 @@ def from_dict(
 
 def read_value(cls: type, annotation: Any, value: Any, key: str, *, where: str) -> Any:
     """Return the value of one key of a dataclass, as ``from_dict`` reads it; ConfigError for one of the wrong type."""
-    return _ConfigReader(cls, where, {})._value(annotation, value, key)
+    section, (*places, name) = cls, key.split(".")
+    for place in places:
+        section = section_of(field_types(section)[place]) or section
+    reader = _ConfigReader(cls, where, {})
+    return reader._auto(section, name, ".".join(places)) if value == "auto" else reader._value(annotation, value, key)
 
 
 def to_dict(instance: Any) -> dict[str, Any]:
@@ -195,13 +199,22 @@ class _ConfigReader:
                 raise ConfigError(
                     f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default."
                 )
-        made = {name: self._value(types[name], value, join(key, name)) for name, value in data.items()}
+        made = {
+            name: self._value(types[name], value, join(key, name)) if value != "auto" else self._auto(cls, name, key)
+            for name, value in data.items()
+        }
         try:
             return cls(**made)
         except MeshwrightError:
             raise
         except ValueError as error:  # a rule of the class itself
             raise ConfigError(f"{self._at(key)}: {error}") from error
+
+    def _auto(self, cls: type, name: str, key: str) -> Any:
+        """Return the default of a number that is chosen later where nobody does; "auto" is read as text elsewhere."""
+        default = default_of(next(field for field in dataclasses.fields(cls) if field.name == name))
+        is_open = is_unset(default) and not isinstance(default, str)
+        return default if is_open else self._value(field_types(cls)[name], "auto", join(key, name))
 
     def _value(self, wanted: Any, value: Any, key: str) -> Any:
         for arm in sorted(union_arms(wanted), key=lambda arm: arm is float):  # int | float: 3 stays a whole number
