@@ -81,19 +81,19 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
-    "checkpoint": (18, 4910, 21),
-    "cli": (20, 2395, 16),
+    "checkpoint": (18, 4981, 21),
+    "cli": (20, 2419, 17),
     "comparison": (4, 790, 0),
-    "core": (19, 3190, 5),
+    "core": (19, 3201, 5),
     "data": (16, 6600, 40),
     "distributed": (88, 21300, 108),
     "integrations": (9, 1750, 12),
     "introspection": (37, 10259, 49),
     "models": (4, 720, 5),
-    "observation": (17, 3975, 47),
-    "planning": (34, 8736, 44),
-    "simulation": (13, 4380, 26),
-    "training": (41, 10830, 46),
+    "observation": (20, 4332, 52),
+    "planning": (34, 8742, 44),
+    "simulation": (13, 4517, 28),
+    "training": (41, 10936, 46),
     "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
