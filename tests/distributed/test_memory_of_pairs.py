@@ -115,3 +115,4 @@ def test_pairs_are_known_before_the_data_is_read(tmp_path):
         )
     ]
     assert known == [True, False, True, False, False, False]
+    assert expects_pairs(Config.from_dict({"data": {"source": ["elsewhere.jsonl"]}, "dpo": {"beta": 0.1}}))

@@ -149,9 +149,7 @@ def test_every_verb_takes_the_same_values_and_a_forecast_says_them(
 
     if verb != "train":
         line = of_forecast(wanted)
-        place = (
-            "taken as in training beside the model's weights: " if tunes else "from random weights, since none lie in"
-        )
+        place = "taken as in training beside the model's weights" if tunes else "from random weights, since none lie in"
         assert place in line and f"data.seq_len = {wanted.data.seq_len}" in line
         assert tunes or "beside weights training takes optimizer.lr = 1e-05, optimizer.weight_decay = 0, data" in line
     monkeypatch.setattr(module, "read_config", read)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import Batch, Cluster, Layout, foresee
+from meshwright.cli.plan import run
 from meshwright.introspection.facts import facts_with
 from meshwright.models.decoder_config import SIZES
 from meshwright.planning.techniques import Techniques
@@ -153,3 +157,41 @@ def test_offloads_leave_the_card_and_their_seconds_are_named():
         assert "the seconds leave out" in note and note in str(answer) and answer.to_dict()["notes"] == [note]
     parts = others[0].candidates[0].figures["mem_parts_gb"]
     assert not {"parameters", "gradients", "optimizer"} & set(parts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "techniques", "remedy"),
+    [
+        (Batch(64, 4096), {}, {"batch.microbatch": "1"}),
+        (Batch(64, 4096, 16), {}, {"techniques.activation_checkpointing": "full"}),
+        (Batch(64, 4096, 16), {"activation_checkpointing": "none"}, None),
+    ],
+)
+def test_a_stated_layout_that_does_not_fit_says_what_would_make_it_fit(batch, techniques, remedy):
+    def asked(batch: Batch, **changes: Any):
+        return foresee(SIZES["8B"], Layout(tp=2), batch=batch, cluster=CLUSTER, techniques={**techniques, **changes})
+
+    answer = asked(batch)
+    assert answer.chosen is None
+    if remedy is None:
+        assert answer.notes[0].startswith("No change of a switch makes it fit")
+        return
+    values = dict(re.findall(r"([a-z_.]+) = (\w+)", answer.notes[0]))
+    assert values == remedy
+    rows = values.pop("batch.microbatch", batch.microbatch_rows)
+    changes = {key.rpartition(".")[2]: value for key, value in values.items()}
+    assert asked(replace(batch, microbatch_rows=int(rows)), **changes).chosen is not None
+
+
+CLUSTER = Cluster(8, gpu="h100")
+
+
+def test_a_config_alone_is_planned_as_a_fine_tune(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 512}))
+    assert run([f"--model.hf={tmp_path}", "--gpus=2", "--gpu=h100", "--price=2"]) == 0
+    said = capsys.readouterr().out
+    assert f"beside the model's weights, which are not in {tmp_path}: optimizer.lr" in said and "512 tokens" in said
+    assert run([f"--model.hf={tmp_path}", "--world=2"]) == 0  # what training does here
+    assert "from random weights, since none lie in" in capsys.readouterr().out

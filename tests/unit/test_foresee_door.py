@@ -272,7 +272,7 @@ def test_a_run_is_priced_by_its_tokens(capsys):
     assert main([*asked[:-1], "--tokens=1T", "--price=2.5"]) == 0
     assert " at 2.5 for a GPU hour" in capsys.readouterr().out
     for wrong in ("many", "0", "-1", "2.5X"):
-        assert main([*asked, f"--tokens={wrong}"]) and "300M, 2.5B or 15T" in capsys.readouterr().err
+        assert main([*asked, f"--tokens={wrong}"]) and "300M, 2.5B, 15T or 1.5e13" in capsys.readouterr().err
 
 
 class Block(nn.Module):

@@ -82,7 +82,7 @@ def test_the_tests_import_this_checkout():
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 130, 0),
     "checkpoint": (18, 4981, 21),
-    "cli": (20, 2419, 17),
+    "cli": (20, 2433, 17),
     "comparison": (4, 790, 0),
     "core": (19, 3201, 5),
     "data": (16, 6600, 40),
@@ -92,8 +92,8 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 720, 5),
     "observation": (20, 4332, 52),
     "planning": (34, 8742, 44),
-    "simulation": (13, 4517, 28),
-    "training": (41, 10936, 46),
+    "simulation": (13, 4560, 28),
+    "training": (41, 10947, 46),
     "verification": (15, 3740, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.

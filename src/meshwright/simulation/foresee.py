@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 from meshwright.core.config import is_unset, unset
@@ -28,6 +29,7 @@ from meshwright.simulation.answer import (
     legal_among,
     open_works,
     proposal,
+    techniques_of,
     words,
 )
 from meshwright.simulation.cards import Machines, card_names
@@ -60,6 +62,15 @@ CHOSEN = (
     "pipeline_cuts",
 )
 """Techniques that a search chooses where the request does not state them."""
+
+REMEDIES: tuple[tuple[str, Any], ...] = (
+    ("batch.microbatch", 1),
+    ("techniques.activation_checkpointing", "full"),
+    ("techniques.loss_chunks", 64),
+    ("techniques.optimizer_state", "8bit"),
+    ("techniques.precision.master", "bfloat16"),
+)
+"""Changes that make a layout smaller, in the order in which they are tried where nobody stated the key."""
 
 
 def plan(
@@ -260,6 +271,10 @@ class _Question:
         memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)
         judged = proposal(Candidate(job, time, memory), self.techniques, plan)
         notes = tuple(left_out(self.facts, job.architecture, self.techniques))
+        if not judged.fits:
+            wider = "take another layout, more GPUs or shorter rows."
+            remedy = self._remedy(self.layout, self.techniques) or f"No change of a switch makes it fit: {wider}"
+            notes = (remedy.strip(), *notes)
         return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False, notes=notes)
 
     def _searched(self, progress: Progress | None) -> Foresight:
@@ -272,12 +287,12 @@ class _Question:
         if not found.best and found.smallest is not None:
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9
-            fewer_bits = "techniques.optimizer_state = 8bit, " if self.techniques.optimizer_state == "full" else ""
+            remedy = self._remedy(smallest.job.layout, techniques_of(smallest.job, self.techniques))
             raise ConfigError(
                 f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
                 f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
-                f" {beyond:.1f} GB too much. {self._without(kept, legal)}Take more GPUs or a larger card,"
-                f" {fewer_bits}or shorter rows."
+                f" {beyond:.1f} GB too much. {self._without(kept, legal)}{remedy}{'Or take' if remedy else 'Take'} more"
+                f" GPUs or a larger card, or shorter rows."
             )
         shown, refused = legal_among(found.best, self.techniques, legal)
         front, _ = legal_among(found.front, self.techniques, legal)
@@ -310,6 +325,34 @@ class _Question:
             freed=freed[:2],
             notes=tuple(left_out(self.facts, job.architecture, self.techniques)),
         )
+
+    def _remedy(self, layout: Layout, techniques: Techniques) -> str:
+        """Say with which changes of what nobody stated a layout fits, and its memory then; "" where none are enough."""
+        world, least = self.cluster.world, 2 if self.batch.pairs else 1
+
+        def memory(changes: Sequence[tuple[str, Any]]) -> float:
+            """Return the bytes on a GPU with changes; infinite where rules refuse them."""
+            values = {key.rpartition(".")[2]: value for key, value in changes}
+            rows = least if values.pop("microbatch", 0) else self.batch.microbatch_rows
+            dtype = values.pop("master", techniques.precision.master)
+            changed = replace(techniques, precision=replace(techniques.precision, master=dtype), **values)
+            with suppress(MeshwrightError):
+                return step_memory(self._legal(world, layout, changed, rows)[1]).total
+            return float("inf")
+
+        def is_open(key: str) -> bool:
+            if key == "batch.microbatch":
+                return not self.batch.microbatch_rows
+            stated, usual = (attrgetter(key.removeprefix("techniques."))(t) for t in (self.techniques, DEFAULTS))
+            return is_unset(stated) if is_unset(usual) else stated == usual
+
+        limit, usable = self._machines(world).device.memory_bytes, [one for one in REMEDIES if is_open(one[0])]
+        enough = next((usable[:n] for n in range(1, len(usable) + 1) if memory(usable[:n]) <= limit), [])
+        for one in enough[:-1]:  # leave out what is not needed
+            fewer = [other for other in enough if other != one]
+            enough = fewer if memory(fewer) <= limit else enough
+        words = ", ".join(f"{key} = {least if key == 'batch.microbatch' else value}" for key, value in enough)
+        return f"Set {words}: it fits then, with {memory(enough) / 1e9:.1f} GB on a GPU. " if enough else ""
 
     def _legal(self, count: int, layout: Layout, techniques: Techniques, rows: int) -> tuple[Plan, Job]:
         """Plan a candidate for a number of these GPUs, and return the job that it is then."""

@@ -78,10 +78,20 @@ class Counted(NamedTuple):
     accepts: Callable[[Config], bool] | None = None
 
 
+class WeightsElsewhere(str):
+    """A ``model.hf`` in a forecast: its weights need not lie here."""
+
+    __slots__ = ()
+
+
 def is_fine_tuning(config: Config) -> bool:
-    """Return whether weights lie in the folder that a config names as its model."""
-    folder = Path(config.model.hf).expanduser() if config.model.hf else None
-    return folder is not None and any((folder / name).is_file() for name in WEIGHTS)
+    """Return whether weights lie in the folder that a config names as its model, or elsewhere."""
+    hf = config.model.hf
+    return isinstance(hf, WeightsElsewhere) or (bool(hf) and has_weights(hf))
+
+
+def has_weights(hf: str) -> bool:
+    return any((Path(hf).expanduser() / name).is_file() for name in WEIGHTS)
 
 
 def length_follows(config: Config) -> bool:
@@ -261,7 +271,8 @@ def of_forecast(config: Config) -> str:
     if not (config.model.hf and values):
         return ""
     if is_fine_tuning(config) or config.adapters is not None:
-        return f"not set, and taken as in training beside the model's weights: {values}"
+        elsewhere = "" if has_weights(config.model.hf) else f", which are not in {config.model.hf}"
+        return f"not set, and taken as in training beside the model's weights{elsewhere}: {values}"
     other = of_unset(_beside_weights(config, _longest(config.model)))
     return (
         f"not set, and taken as in training from random weights, since none lie in {config.model.hf}: {values}; beside"

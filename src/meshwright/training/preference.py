@@ -57,7 +57,7 @@ def is_on_pairs(feed: Feed) -> bool:
 def expects_pairs(config: Config) -> bool:
     """Return whether the first record of a config's data is a pair of answers, for what is planned before data is read.
 
-    Data that cannot be read here counts as none: whoever trains on it is told why.
+    Data that cannot be read here counts as pairs where ``dpo`` is stated: whoever trains on it is told why.
     """
     for part in config.data.mixture or (config.data,):
         if part.task != "auto":
@@ -68,7 +68,7 @@ def expects_pairs(config: Config) -> bool:
                 return False
             return task_name(part, first_record([path for _, _, path in listed], form)) == TASK
         except (ConfigError, MissingExtraError, IntegrityError, OSError):
-            return False
+            return not all(map(is_unset, vars(config.dpo).values()))
     return False
 
 
