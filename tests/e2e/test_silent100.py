@@ -97,7 +97,12 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
         "moments-read-in-the-order-of-names",
         "attention-summed-again-with-the-mlp",
         "average-of-weights-kept-in-bfloat16",  # a model that no optimizer steps
+        "half-life-in-own-images",  # an average in a list
+        "mean-teacher-of-rank-zero",  # a dict that one rank does not update
+        "stopped-between-microbatches",  # gradients, lost at a resume
+        "queue-of-own-keys",  # ranks that draw noise of their own
         "sound-average-on-rank-zero",
+        "sound-convolution-as-a-product",  # weights of other dims
         "sound-cut-the-other-way-each-step",  # parameters that find a new place in each step
         "sound-joiner-with-everything",  # rows that a model is given twice, beside others
         "sound-pieces-of-four-read-by-two",  # a second model, and updates by hand of gradients that nobody reduced
