@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from meshwright import load, save
 from meshwright.checkpoint import background, writer
 from meshwright.checkpoint.background import ENDINGS, LOOK_SEC, Saver, Talk, start_writer
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.saving import is_beside
+from meshwright.checkpoint.saving import Handle, is_beside
 from meshwright.checkpoint.state import stored_state
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process import agree
@@ -193,7 +194,7 @@ def hung_job(folder: str, when_busy: str, host_memory: int) -> tuple[list[str], 
     run, handles = CheckpointFolder(Path(folder)), []
     optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
     saver = Saver(host_memory, when_busy=when_busy, say=said.append, stopped=told.is_set)
-    with patch.object(background, "LONG_SEC", 0.2), patch.object(background, "GRACE_SEC", 1.0):
+    with patch.object(background, "LONG_SEC", 0.2), patch.object(background, "HUNG_SEC", 1.0):
         for step in (1, 2, 3):
             train(model, optimizer, range(step - 1, step))
             if hanging(saver, step):
@@ -217,7 +218,21 @@ def test_a_writer_that_hangs_is_said_and_does_not_keep_a_run_that_is_told_to_sto
         waits = f"training waits for {tmp_path}/step-00000002, which is still being saved"
         assert said[0] == waits and said.count(waits) == 1, said
         assert problems[0] == problems[2] == "" and steps == [1, 3] and seconds < 30
-        assert re.search("was given up: it had 1 s to end when the run was told to stop$", problems[1]), problems
+        assert re.search("was given up: it had not gone on for 1 s when the run was told to stop$", problems[1]), (
+            problems
+        )
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_save_that_is_only_slow_is_waited_for_when_a_run_is_told_to_stop(goes_on):
+    saver, handle, seconds = Saver(stopped=lambda: True), Handle("slow"), count()
+    with (
+        patch.object(background, "HUNG_SEC", -1.0),
+        patch.object(Saver, "_worked", lambda _: goes_on and next(seconds)),
+    ):
+        for _ in range(4):
+            saver._look_after(handle, time.perf_counter())
+    assert bool(handle.given_up) != goes_on
 
 
 def failing_then_job(folder: str) -> tuple[list[str], int]:

@@ -59,6 +59,8 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """Signals that go to all processes of a run that is to end."""
 LONG_SEC = 5.0
 """Time after which it is said that training waits for a save."""
+HUNG_SEC = 120.0
+"""Time in which a process that writes took no CPU time, after which a run that is told to stop gives its save up."""
 NICE = 5
 """How much the copying thread gives way to training."""
 
@@ -82,7 +84,7 @@ class Saver:
         say: tells people.
         left: returns the bytes that this rank can still take of the host's memory.
         tells: whether the first rank says that a save failed, where nobody may ask its handle.
-        stopped: whether the run has been told to stop: then training waits for no save longer than ``GRACE_SEC``.
+        stopped: whether the run has been told to stop: then training waits for no save that hangs.
 
     Attributes:
         is_in_memory: whether the save under way goes to hosts' memory.
@@ -101,6 +103,7 @@ class Saver:
         self.host_memory, self.say, self.left = host_memory, say, left
         self.when_busy: WhenBusy = when_busy
         self.current: Handle | None = None
+        self._is_writing = False
         self._shares: _Shares | None = None
         self._memory: SharedMemory | None = None
         self._line: socket.socket | None = None
@@ -237,17 +240,28 @@ class Saver:
         return time.perf_counter() - begun
 
     def _look_after(self, handle: Handle, begun: float) -> None:
-        """Say once that training waits for a save; once the run is told to stop, give it up after ``GRACE_SEC``."""
+        """Say once that training waits for a save; once the run is told to stop, give up one that hangs."""
         now = time.perf_counter()
         if now - begun > LONG_SEC and not handle.is_waited_for:
             handle.is_waited_for = True
             self.say(f"training waits for {handle.path}, which is still being saved")
-        if self.stopped():
-            handle.until = min(handle.until, now + GRACE_SEC)
-        if now > handle.until:
-            handle.until, handle.given_up = math.inf, f"it had {GRACE_SEC:g} s to end when the run was told to stop"
+        if not self.stopped():
+            return
+        if (worked := self._worked()) != handle.worked:
+            handle.worked, handle.until = worked, now + HUNG_SEC
+        elif now > handle.until:
+            handle.until = math.inf
+            handle.given_up = f"it had not gone on for {HUNG_SEC:g} s when the run was told to stop"
             if self._process is not None:
                 self._process.kill()
+
+    def _worked(self) -> float:
+        """Return the CPU time of the process that writes; where that has nothing to do, the time of now."""
+        if not self._is_writing or self._process is None:
+            return time.perf_counter()
+        with suppress(psutil.Error):
+            return sum(psutil.Process(self._process.pid).cpu_times()[:2])
+        return -1.0
 
     # --- on a thread of the save's own
 
@@ -345,6 +359,7 @@ class Saver:
         answer: dict[str, Any] = {}
         for is_last in (False, True):
             try:
+                self._is_writing = True
                 number = self._send(request)
                 while (answer := writer.receive(self._line)[0])["number"] != number:  # type: ignore[arg-type]
                     pass
@@ -355,6 +370,8 @@ class Saver:
                 if is_last or handle.given_up:
                     raise IntegrityError(f"the process that writes died twice (status {status}; {error})") from error
                 self.say(f"the process that writes {handle.path} died (status {status}): another one tries again")
+            finally:
+                self._is_writing = False
         if answer.get("problem"):
             raise IntegrityError(answer["problem"])
         return answer

@@ -127,7 +127,7 @@ class Handle:
         self.path, self.problem, self.skipped, self.bytes = path, "", False, 0
         self.begun, self.seconds = time.perf_counter(), 0.0
         self.over, self.given_up, self.has_replaced = threading.Event(), "", False
-        self.is_waited_for, self.until = False, math.inf
+        self.is_waited_for, self.worked, self.until = False, math.nan, math.inf
 
     @property
     def done(self) -> bool:
