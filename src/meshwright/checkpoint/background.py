@@ -251,7 +251,7 @@ class Saver:
             handle.worked, handle.until = worked, now + HUNG_SEC
         elif now > handle.until:
             handle.until = math.inf
-            handle.given_up = f"it had not gone on for {HUNG_SEC:g} s when the run was told to stop"
+            handle.given_up = f"it did not go on for {HUNG_SEC:g} s after the run was told to stop"
             if self._process is not None:
                 self._process.kill()
 

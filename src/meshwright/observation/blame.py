@@ -265,7 +265,7 @@ class Blame:
                 return Diagnosis(self.base, self.many, self.places, later).of_missing(
                     {o.name for o in off}, ranks_of(off), "ranks have different copies"
                 )
-            if buffers := self._other_buffers(later):
+            if buffers := self._unlike_buffers(later):
                 return Diagnosis(self.base, self.many, self.places, later).finding(
                     buffers[0], range(len(self.many.ranks)), "missing reduction", "", "ranks have different buffers"
                 )
@@ -275,7 +275,7 @@ class Blame:
         )
         return Finding("sound", words=words)
 
-    def _other_buffers(self, step: int) -> list[str]:
+    def _unlike_buffers(self, step: int) -> list[str]:
         """List the buffers that differ between ranks after a step, but statistics of batches."""
         first, *rest = (self.many.step(rank, step).get("buffers", {}) for rank in range(len(self.many.ranks)))
         return [

@@ -24,6 +24,7 @@ NEAR = 0.5
 MOST_COPIES = 3
 MOST_OBJECTS = 10_000
 CLOSED = type(sys), weakref.ProxyType, weakref.CallableProxyType
+"""Objects in which no copy is looked for: modules of Python, and what stands for another object."""
 INSIDE = {attribute for attributes in WRAPPERS.values() for attribute in attributes}
 
 
@@ -36,31 +37,29 @@ class Copies:
 
     def __init__(self) -> None:
         self.models: list[weakref.ref[nn.Module]] = []
-        self.tensors: list[Held] = []
         self.are_sought = False
 
     def find(self, models: Iterable[nn.Module], stepped: Held) -> None:
         """Look for copies among models without stepped parameters, and in dicts and lists."""
-        self.models = []
-        for model in models:
-            found: dict[int, tuple[Any, list[Piece]]] = {}
-            walk(model, "", found, {})
-            if found and {piece.name for _, pieces in found.values() for piece in pieces} <= stepped.keys():
-                self.models.append(weakref.ref(model))
+        self.models = [
+            weakref.ref(model) for model in models if (held := _held_by(model)) and held.keys() <= stepped.keys()
+        ]
         self.are_sought = bool(_kept_beside(stepped))
 
     def now(self, stepped: Held) -> list[tuple[str, Held]]:
         """Return the copies' owners and tensors, for which a script may have put others; nothing if there are many."""
         every = _kept_beside(stepped) if self.are_sought else []
-        for model in self.models:
-            found: dict[int, tuple[Any, list[Piece]]] = {}
-            walk(model() or nn.Identity(), "", found, {})
-            held = {piece.name: (tensor, piece) for tensor, pieces in found.values() for piece in pieces}
-            every.append((model(), held))
+        every += [(model, _held_by(model)) for model in (known() for known in self.models) if model is not None]
         if len(every) > MOST_COPIES:
             return []
         owners = _owners({id(kept) for kept, _ in every}) if every else {}
         return [(owners.get(id(kept), ""), held) for kept, held in every]
+
+
+def _held_by(model: nn.Module) -> Held:
+    found: dict[int, tuple[Any, list[Piece]]] = {}
+    walk(model, "", found, {})
+    return {piece.name: (tensor, piece) for tensor, pieces in found.values() for piece in pieces}
 
 
 def _owners(wanted: set[int]) -> dict[int, str]:

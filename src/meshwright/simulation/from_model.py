@@ -157,7 +157,7 @@ def _core_of(module: nn.Module) -> AttentionShape | None:
 def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniques) -> Iterator[str]:
     """Yield a sentence for each part of the work that a forecast leaves out."""
     if techniques.cpu_offload:
-        moved = "its state's" if techniques.cpu_offload == "optimizer" else "all transfers"
+        moved = "its state's transfers" if techniques.cpu_offload == "optimizer" else "all transfers"
         rest = "" if techniques.cpu_offload == "optimizer" else ", and the update on the CPU"
         key = json.dumps(techniques.cpu_offload)
         yield f"techniques.cpu_offload = {key}: the seconds leave out {moved} to and from host memory{rest}."
