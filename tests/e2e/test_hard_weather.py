@@ -125,7 +125,9 @@ def test_torchrun_restarts_find_the_run_again_and_survivors_say_who_was_lost(
     environment, flags, tmp_path, saves, every
 ):
     (tmp_path / "ram").mkdir()
-    words = flags(ENDLESS | saves | {"out": "runs", "checkpoint.memory_folder": tmp_path / "ram"})
+    if "checkpoint.memory_every" in saves:
+        saves = saves | {"checkpoint.memory_folder": tmp_path / "ram"}
+    words = flags(ENDLESS | saves | {"out": "runs"})
     process = start([sys.executable, *ELASTIC, "-m", "meshwright", "train", *words], environment, tmp_path)
     try:
         run = wait_until(lambda: len(metrics(only_run(tmp_path / "runs"))) > 7 and only_run(tmp_path / "runs"), process)
