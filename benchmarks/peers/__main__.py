@@ -53,7 +53,8 @@ def run(system: str, python: str, layout: str, shape: str, options: list[str], p
         question = json.dumps({"system": system, "layout": layout, "shape": shape, "options": options, "pairs": pairs})
         kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         shared = kept | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
-        shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+        paths = [ROOT, ROOT / "src", *filter(None, [os.environ.get("PYTHONPATH")])]
+        shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
         ranks = []
         for rank in range(WORLD):
             shared |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
