@@ -276,7 +276,7 @@ def _tensor_plan(case: Case) -> tuple[TensorPlan | None, tuple[str, ...]]:
         return facts.applied_plan(TensorPlan), ()
     measured = facts.measurements.structure(layout.tp)
     words = words_for(facts, requested.tensor_plan)
-    if layout.ep > 1 and facts.module is not None:
+    if layout.ep > 1:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
     made, tensor_notes = make_tensor_plan(
         measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words

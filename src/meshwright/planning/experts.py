@@ -9,10 +9,9 @@ from functools import partial
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, owner, pattern
+from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import RouterLoss, Stack, find_stacks
-from meshwright.models.layers import Router
 from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, shares_of
 from meshwright.planning.values import Case, Collective, Found, PrecisionPlan
 
@@ -128,7 +127,7 @@ def router_collectives(
             calls += any(p.trainable for p in facts.parameters[: last + 1])
         what = f"load by {router.path}"
         elements = calls * (router.experts + 1)
-        if shares.cuts_sequences and router.sums_sequences:
+        if shares.cuts_sequences and (router.counts_sequences or router.sums_batches):
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
         if (others := shares.size(*TOKENS)) > 1 and router.counts_sequences:
             over = TOKENS[0].value
@@ -224,7 +223,7 @@ def experts_fit(case: Case) -> Found:
             f" tensor axis would send the same tokens to the experts. Set techniques.sequence_parallel = true, or"
             f" layout.ep = 1."
         )
-    stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
+    stacks = find_stacks(case.facts.module)
     if not stacks:
         yield ConfigError(
             f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its"
@@ -279,9 +278,7 @@ def experts_companions(case: Case) -> Found:
             f" gradients of different experts. Set techniques.data_parallel = fully_shard; with techniques.zero_stage"
             f" = 0 all but the experts stays whole on every rank."
         )
-    modules = () if case.facts.module is None else case.facts.module.modules()
-    routers = (module for module in modules if isinstance(module, Router))
-    capacity = next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0)
+    capacity = case.facts.capacity_factor
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(
             f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's"
@@ -296,8 +293,7 @@ def stacked_adapters(case: Case) -> Found:
     In each forward peft takes the parameter out of its module and puts the sum in its place: a rank's view of a
     parameter, which tensor parallelism leaves there, would be in the way, and a compiled module does not see it.
     """
-    named = () if case.facts.module is None else case.facts.module.named_parameters()
-    name = next((clean(raw) for raw, p in named if p.dim() == 3 and ".base_layer." in clean(raw)), None)
+    name = next((p.name for p in case.facts.parameters if len(p.shape) == 3 and ".base_layer." in p.name), None)
     if name is None:
         return
     for key, value, legal in (

@@ -62,7 +62,6 @@ def make_float8_plan(
 
     Raises:
         ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
-        UnsupportedError: only facts about the model are available, not its module.
     """
     if (applied := facts.applied_plan(Float8Plan)) is not None:
         if requested.float8 != "none":
@@ -73,10 +72,6 @@ def make_float8_plan(
         return applied, ()
     if requested.float8 == "none":
         return None, ()
-    if facts.module is None:
-        raise UnsupportedError(
-            f"techniques.float8 = {requested.float8}: the model itself ({facts.kind}) is not at hand"
-        )
     linears = linears_of_blocks(facts.module, facts.blocks)
     filtered = matching(
         requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks"

@@ -182,7 +182,7 @@ def gradients_are_dense(case: Case) -> Found:
 
 def hooks_are_called(case: Case) -> Found:
     """Refuse hooks on parameters that a layout replaces, or whose gradient is partial on a rank."""
-    if (case.layout.world == 1 and case.technique != "fully_shard") or case.facts.module is None:
+    if case.layout.world == 1 and case.technique != "fully_shard":
         return
     keeps = case.technique in ("ddp", "none") and case.layout.tp == 1  # the module's own parameters
     for hook in hooks_of(case.facts.module):
