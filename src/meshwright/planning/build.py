@@ -41,11 +41,11 @@ from meshwright.planning.layout import Layout, Shares, shares_of
 from meshwright.planning.optimizer import optimizer_plan
 from meshwright.planning.optimizer_collectives import optimizer_collectives
 from meshwright.planning.pipeline.plan import check_trained, make_pipeline_plan
-from meshwright.planning.pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
+from meshwright.planning.pipeline.stages import pipeline_collectives, units_of_stages
 from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.quantize import rounded_weights
-from meshwright.planning.recompute import checkpointed_modules, sent_again
+from meshwright.planning.recompute import checkpointed_modules
 from meshwright.planning.rules import check, check_batch, check_data, resolve_precision
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.tensor.collectives import tensor_collectives
@@ -207,8 +207,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     """List the collectives of a step without a pipeline."""
     shares, tensor, experts, context = plan.shares, plan.tensor, plan.experts, plan.context
     dense, trained = without_experts(facts, experts), sum(p.trainable for p in facts.parameters)
-    again = sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
-    ways = plan.precision, recomputed_in(facts.blocks, again)
+    ways = plan.precision, plan.sends_again
     found: list[Collective] = []
     if tensor is not None:
         found += tensor_collectives(dense, tensor, plan.precision, plan.loss, ways[1], shares.shards, plan.float8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -106,7 +106,7 @@ def router_collectives(
     facts: ModelFacts,
     shares: Shares,
     precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     router_loss: RouterLoss | None,
 ) -> Iterator[Collective]:
     """List the all-reduces of routers.
@@ -121,7 +121,7 @@ def router_collectives(
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = shares.size(Axis.TP)
     for router in facts.routers:
-        again, calls = _recomputed_around(router.path, recomputed), 1
+        again, calls = next((module for module in recomputed if is_within(router.path, module)), None), 1
         if again is not None:  # behind frozen layers alone nothing is recomputed
             last = max((n for n, p in enumerate(facts.parameters) if is_within(p.name, again)), default=-1)
             calls += any(p.trainable for p in facts.parameters[: last + 1])
@@ -145,17 +145,11 @@ def router_collectives(
             )
 
 
-def _recomputed_around(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> str | None:
-    """Return the recomputed module that a module is in; None if there is none."""
-    inside = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
-    return next((one for one in inside if is_within(path, one)), None)
-
-
 def expert_collectives(
     facts: ModelFacts,
     experts: ExpertPlan,
     precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     *,
     begins: bool = True,
     among: int = 1,
@@ -167,7 +161,7 @@ def expert_collectives(
 
     Args:
         facts: the parameters, trained or not, in the order of the model.
-        recomputed: block -> paths of the modules recomputed in it, whose forwards send their messages again.
+        recomputed: paths of the modules whose forwards send their messages again (``Plan.sends_again``).
         begins: whether the first block's input derives from the token ids; else another pipeline stage sends it.
         among: the ranks of the tensor axis, which have a part of each sequence.
     """
@@ -176,7 +170,7 @@ def expert_collectives(
         inside = _module_of(stack.path, facts)
         flows = not begins or any(_trained_before(facts, stack.path))
         trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
-        again = _recomputed_around(stack.path, recomputed) is not None and (
+        again = any(is_within(stack.path, module) for module in recomputed) and (
             flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
         )
         counts, tokens = f"tokens per expert of {stack.path}", f"tokens of {stack.path}"

@@ -18,7 +18,7 @@ from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Case, Found, no_blocks
 
-# --- choose the modules to recompute, and those that send again
+# --- choose the modules to recompute
 
 KEPT = ("attention", "matmuls", "collectives", "topk")
 """Names of groups of operators whose results selective_op can save."""
@@ -55,11 +55,6 @@ def modules_of_blocks(facts: ModelFacts) -> list[str]:
     """List the paths of the repeated blocks and of all modules inside them."""
     names = (clean(name) for name, _ in facts.module.named_modules())
     return [name for name in names if any(is_within(name, block) for block in facts.blocks)]
-
-
-def sent_again(mode: str, checkpointed: tuple[str, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
-    """List the checkpointed modules whose recomputed forward sends its messages again in backward."""
-    return () if mode == "offload" or "collectives" in keep else checkpointed
 
 
 # --- find the operators whose results a selective recomputation can save, by name
