@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import is_within, matching, pattern
+from meshwright.core.names import matching, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
@@ -47,12 +47,6 @@ class Float8Plan:
     def gathered(self) -> frozenset[str]:
         """Names of the weights that FSDP gathers in float8."""
         return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()
-
-    def only(self, blocks: tuple[str, ...]) -> Float8Plan:
-        """Restrict the plan to some blocks."""
-        return replace(
-            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
-        )
 
 
 def make_float8_plan(

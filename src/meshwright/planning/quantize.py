@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import is_within, pattern
+from meshwright.core.names import pattern
 from meshwright.core.parts import is_plain
 from meshwright.introspection.adapted_model import host_of_magnitude, is_adapter
 from meshwright.introspection.facts import ModelFacts
@@ -33,12 +33,6 @@ class QuantizePlan:
     def weights(self) -> frozenset[str]:
         """Names of the weights in 4 bits."""
         return frozenset(f"{path}.weight" for path in self.modules)
-
-    def only(self, blocks: tuple[str, ...]) -> QuantizePlan:
-        """Restrict the plan to some blocks."""
-        return replace(
-            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
-        )
 
 
 def rounded_weights(

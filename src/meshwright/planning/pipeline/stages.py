@@ -46,8 +46,8 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
         frozen=(*plan.frozen, *also),
         checkpointed=here(plan.checkpointed),
         compiled=here(plan.compiled),
-        float8=None if plan.float8 is None else plan.float8.only(blocks),
-        quantize=None if plan.quantize is None else plan.quantize.only(blocks),
+        float8=None if plan.float8 is None else replace(plan.float8, modules=here(plan.float8.modules)),
+        quantize=None if plan.quantize is None else replace(plan.quantize, modules=here(plan.quantize.modules)),
         tensor=None
         if tensor is None
         else replace(
