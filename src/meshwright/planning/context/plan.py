@@ -419,12 +419,9 @@ class ContextPlan:
         kept = tuple(m.for_sample(sample, model) for m in self.mixers if m.mixer.path in here)
         return replace(self, mixers=kept)
 
-    def method_of(self, path: str) -> Method:
-        """Return the method of one module's attention."""
-        return self.methods_by_path[path]
-
     @cached_property
-    def methods_by_path(self) -> dict[str, Method]:
+    def method_of(self) -> dict[str, Method]:
+        """The method of each module's attention, by its path."""
         return {caller.path: method for caller, method in zip(self.mixing.callers, self.methods, strict=True)}
 
 
