@@ -37,13 +37,14 @@ class Measurements:
     The model remembers this object, so every ModelFacts of the model has the same one.
 
     Attributes:
+        hints: the model's, with which the questions were answered.
         proven: plans that a rehearsal found equal to one process, with the settings of the rehearsal.
         refused: by plan, why some kinds of batches are refused; "" for those that are not.
     """
 
     def __init__(self, model: nn.Module | None = None):
         self._model = None if model is None else weakref.ref(model)
-        self._hints = NONE if model is None else hints_of(model)
+        self.hints = NONE if model is None else hints_of(model)
         self._answers: dict[Hashable, object] = {}
         self.proven: set[Hashable] = set()
         self.refused: dict[Hashable, dict[str, str]] = {}
@@ -53,10 +54,6 @@ class Measurements:
 
     def __reduce__(self) -> tuple[type[Measurements], tuple[()]]:
         return Measurements, ()
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Return whether the answers are about this model under its current hints."""
-        return self.model is model and self._hints == hints_of(model)
 
     @property
     def model(self) -> nn.Module | None:
@@ -176,9 +173,9 @@ class Measurements:
 
 
 def measurements_of(model: nn.Module) -> Measurements:
-    """Return the model's measurements, made on demand; a copy of a model is measured anew."""
+    """Return the model's measurements, made on demand; a copy of a model is measured anew, and one with new hints."""
     known = recall(model, Measurements)
-    if known is None or not known.is_of(model):
+    if known is None or known.model is not model or known.hints != hints_of(model):
         known = Measurements(model)
         remember(model, known)
     return known

@@ -19,7 +19,6 @@ from meshwright.planning.context.collectives import attention_collectives, row_a
 from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.data import (
     Holding,
-    Narrow,
     at_rest,
     gathers_per_step,
     joins_blocks,
@@ -147,12 +146,11 @@ def _assemble(case: Case) -> Plan:
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
-    narrow = Narrow.of(float8, quantize)
-    holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
+    holding = Holding(shares.shards, precision, tensor, experts, float8, quantize, optimizer)
     starts = () if pipeline is None else [block for stage in pipeline.stages for block in stage.blocks[:1]]
     most = data.blocks_per_unit or int(not joins_blocks(shares))
     units = units_of(without_skipped(facts, layout), holding, reshard, most, starts)
-    parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
+    parameters = _parameters(facts.parameters, layout, shares, holding)
     loss = None
     if requested.loss_chunks > 1:
         head = facts.measurements.structure(layout.tp).structure.head
@@ -309,10 +307,9 @@ def _parameters(
     parameters: tuple[ParameterFact, ...],
     layout: Layout,
     shares: Shares,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None,
-    narrow: Narrow,
+    holding: Holding,
 ) -> tuple[ParameterPlan, ...]:
+    tensor, experts = holding.tensor, holding.experts
     sharded = dict.fromkeys(shares.shard_axes, "Shard(0)")
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
@@ -328,7 +325,7 @@ def _parameters(
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
-        dtype = NF4 if p.name in narrow.in_4_bits else p.dtype
+        dtype = NF4 if holding.in_4_bits(p) else p.dtype
         key = (pattern(p.name) if is_alike else p.name, p.shape, dtype, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
@@ -354,7 +351,7 @@ def plan_for_mesh_sizes(
 
 def with_units(facts: ModelFacts, plan: Plan, chosen: tuple[str, ...], *, reshard: bool | int) -> Plan:
     """Return a plan without cuts of weights, in which these modules are gathered as units instead of the blocks."""
-    facts, narrow = replace(at_rest(facts, plan.precision), blocks=chosen), Narrow.of(plan.float8, plan.quantize)
-    holding = Holding(plan.shares.shards, plan.precision, narrow=narrow, optimizer=plan.optimizer)
+    facts, shards = replace(at_rest(facts, plan.precision), blocks=chosen), plan.shares.shards
+    holding = Holding(shards, plan.precision, None, None, plan.float8, plan.quantize, plan.optimizer)
     plan = replace(plan, units=units_of(facts, holding, reshard))
     return replace(plan, collectives=_collectives(facts, plan))

@@ -88,15 +88,10 @@ def expert_mesh_of(layout: Layout) -> tuple[tuple[str, int], ...]:
     sizes = {
         Axis.PP: layout.pp,
         Axis.DP_REPLICATE: layout.dp_replicate,
-        Axis.EFSDP: sharing_ranks(layout) // layout.ep,
+        Axis.EFSDP: shares_of(layout).size(*EXPERTS) // layout.ep,
         Axis.EP: layout.ep,
     }
     return tuple((axis.value, sizes[axis]) for axis in EXPERT_AXES)
-
-
-def sharing_ranks(layout: Layout) -> int:
-    """Count the ranks among which experts can be distributed."""
-    return shares_of(layout).size(*EXPERTS)
 
 
 # --- list the messages between ranks of the expert axis
@@ -210,7 +205,7 @@ def experts_fit(case: Case) -> Found:
     layout, ranks = case.layout, case.layout.ep
     if ranks == 1 or case.facts.applied_plan(ExpertPlan) is not None:
         return
-    among = sharing_ranks(layout)
+    among = shares_of(layout).size(*EXPERTS)
     if layout.tp > 1 and not case.techniques.sequence_parallel:
         yield ConfigError(
             f"layout.ep = {ranks} with layout.tp = {layout.tp} needs cut sequences: else all {layout.tp} ranks of the"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import nn
@@ -43,7 +44,7 @@ class Float8Plan:
     emulated: bool
     all_gather: bool = False
 
-    @property
+    @cached_property
     def gathered(self) -> frozenset[str]:
         """Names of the weights that FSDP gathers in float8."""
         return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()

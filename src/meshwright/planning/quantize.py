@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -29,7 +30,7 @@ class QuantizePlan:
 
     modules: tuple[str, ...]
 
-    @property
+    @cached_property
     def weights(self) -> frozenset[str]:
         """Names of the weights in 4 bits."""
         return frozenset(f"{path}.weight" for path in self.modules)

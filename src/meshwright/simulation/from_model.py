@@ -109,8 +109,10 @@ def _block(
                 f" types.SimpleNamespace({TOP_K[0]}=2)"
             )
         mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
-    if core is None and attends:
-        core = _core_of(facts.module.get_submodule(attends[0]))
+    module = facts.module.get_submodule(attends[0]) if attends else None
+    if core is None and isinstance(module, nn.MultiheadAttention):  # torch's own states its heads
+        size = module.embed_dim // module.num_heads
+        core = AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
     return BlockShape(
         hidden,
         tuple(products),
@@ -140,14 +142,6 @@ def _among_experts(facts: ModelFacts, p: ParameterFact, block: str) -> tuple[int
     if counts and p.shape[0] % number == 0 and p.shape[0] > number:
         return number, Product(p.shape[1], p.shape[0] // number)
     return None
-
-
-def _core_of(module: nn.Module) -> AttentionShape | None:
-    """Return the heads of torch's own attention module; None for others."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return None
-    size = module.embed_dim // module.num_heads
-    return AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
 
 
 def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniques) -> Iterator[str]:

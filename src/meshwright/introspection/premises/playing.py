@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -138,19 +138,14 @@ def played(
     return Play(*facts, held.decides, held.tosses or by_python)
 
 
-class Called(NamedTuple):
-    """A forward's output, and whether it drew from generators of Python or numpy."""
-
-    output: Any
-    draws: bool
-
-
-def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1) -> Called:
-    """Call a model under a seed."""
+def called(
+    model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1
+) -> tuple[Any, bool]:
+    """Call a model under a seed; return its output, and whether it drew from generators of Python or numpy."""
     with seeded(seed), computing_flex():
         before = pickle.dumps((random.getstate(), numpy.random.get_state()))
         output = model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
-        return Called(output, before != pickle.dumps((random.getstate(), numpy.random.get_state())))
+        return output, before != pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
