@@ -365,16 +365,15 @@ def measured_machines(profile: MachineProfile, gpus: int, per_node: int = 0) -> 
         bandwidth_efficiency=1.0,
         kernel_s=0.0,
         host_operator_s=profile.host["elementwise"] + profile.host["autograd"],
-        source=f"measured on {profile.date} with torch {profile.torch}",
         profile=profile,
     )
-    if gpus < 2:
-        link = Link("none", 1e12, 0.0, 1.0, "one device sends nothing")
+    if gpus < 2:  # one device sends nothing
+        link = Link("none", 1e12, 0.0, 1.0)
     else:  # what an all-to-all says of the way between two ranks
         large, ranks = 2.0**24, profile.group_sizes[0]
         latency = profile.message_s("all_to_all", 1.0, ranks)
         seconds = max(profile.message_s("all_to_all", large, ranks) - latency, 1e-9)
-        link = Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0, "measured")
+        link = Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0)
     return MeasuredMachines(device, gpus, min(per_node, gpus), link, link, launch_s=0.0, profile=profile)
 
 

@@ -46,8 +46,6 @@ class Play:
     kinds: dict[str, str] = field(default_factory=dict)
     reads: Mapping[Any, Reading] = field(default_factory=dict)
     """What was read, by place."""
-    turned: Any = None
-    """The place of the read that was inverted, or moved."""
     sizes: tuple[Any, ...] = ()
     """Places where an operator returned a tensor whose size depends on the data, or Python made a list of them."""
     decides: bool = False
@@ -134,7 +132,7 @@ def played(
     gradients = {name: gradient.to_dense() if name in sparse else gradient for name, gradient in found.items()}
     kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
     outputs = {name: value.detach() for name, value in rows.items()}
-    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, held.reads, turned, tuple(held.sizes))
+    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, held.reads, tuple(held.sizes))
     return Play(*facts, held.decides, held.tosses or by_python)
 
 
