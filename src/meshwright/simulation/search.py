@@ -312,7 +312,7 @@ def search(
             for job in shards:
                 found.tried += 1
                 bounds = rising_memory(job, group.saved)
-                if any(chosen.refuses(least_s, (memory := bound).total, limit) for bound in bounds):
+                if any((memory := bound).total > limit or chosen.is_beaten(least_s, memory.total) for bound in bounds):
                     smallest = _smaller(smallest, group, job, memory, limit)
                     break  # fewer shards need more
                 chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
@@ -351,10 +351,6 @@ class _Chosen:
         if seconds > FRONT * self.front[0].time.seconds:
             return True
         return any(c.time.seconds <= seconds and c.memory.total <= size for c in self.front)
-
-    def refuses(self, seconds: float, size: float, limit: float) -> bool:
-        """Return whether a candidate does not fit, or is of no interest."""
-        return size > limit or self.is_beaten(seconds, size)
 
     def add(self, seconds: float, number: int, group: _Group, job: Job, memory: StepMemory) -> None:
         """Let a candidate wait that takes so long at least."""
