@@ -56,17 +56,14 @@ RowCut = Literal["head_tail", "contiguous"]
 def cut_row(cut: RowCut, length: int, ranks: int) -> tuple[Runs, ...]:
     """Cut a row; one tuple of runs per rank, whose numbers of tokens differ by at most one.
 
+    Contiguous: each rank has one run; where attention reaches little, it needs no more than what is before its first
+    token.
+
     Raises:
         ConfigError: the row has fewer tokens than there are ranks.
     """
-    return head_tail(length, ranks) if cut == "head_tail" else contiguous(length, ranks)
-
-
-def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Give each rank one run: where attention reaches little, no run needs more than what is before its first token.
-
-    Returns, raises: see ``cut_row``.
-    """
+    if cut == "head_tail":
+        return head_tail(length, ranks)
     refuse_shorter(length, ranks)
     ends = accumulate((length // ranks + (rank < length % ranks) for rank in range(ranks)), initial=0)
     return tuple((run,) for run in pairwise(ends))
