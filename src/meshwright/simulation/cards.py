@@ -105,7 +105,6 @@ class Device:
         """The dtype of half-precision products: bfloat16 where the device has it."""
         return next((dtype for dtype in ("bfloat16", "float16") if dtype in self.flops), next(iter(self.flops)))
 
-    @lru_cache(maxsize=100_000)  # noqa: B019  (devices are few, and live as long as the process)
     def product_s(
         self, rows: float, columns: float, depth: float, dtype: str, element_bytes: float = 2.0, number: float = 1
     ) -> float:
@@ -114,12 +113,7 @@ class Device:
         The tiles of a group share the multiprocessors (CUTLASS' grouped GEMM), so that only the group's last wave is
         not full.
         """
-        if min(rows, columns, depth) <= 0:
-            return 0.0
-        flops = 2.0 * number * rows * columns * depth
-        compute = flops / (self.speed(dtype) * self.utilization(rows, columns, depth, dtype, number))
-        moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
-        return max(compute, self.traffic_s(moved)) + self.kernel_s
+        return _product_s(self, rows, columns, depth, dtype, element_bytes, number)
 
     def utilization(self, rows: float, columns: float, depth: float, dtype: str, number: float) -> float:
         """Return the fraction of large products' speed that ``number`` products of this shape reach."""
@@ -147,6 +141,18 @@ class Device:
         fraction = speed.backward if backward else speed.forward
         narrow = 1.0 if head_dim >= 128 else 0.74 + 0.26 * head_dim / 128
         return flops / (self.flops[self.half] * fraction * narrow) + self.kernel_s
+
+
+@lru_cache(maxsize=100_000)
+def _product_s(
+    on: Device, rows: float, columns: float, depth: float, dtype: str, element_bytes: float, number: float
+) -> float:
+    if min(rows, columns, depth) <= 0:
+        return 0.0
+    flops = 2.0 * number * rows * columns * depth
+    compute = flops / (on.speed(dtype) * on.utilization(rows, columns, depth, dtype, number))
+    moved = number * ((rows * depth + depth * columns) * element_bytes + rows * columns * 2.0)
+    return max(compute, on.traffic_s(moved)) + on.kernel_s
 
 
 # --- price collectives on a cluster by algorithm and topology
