@@ -13,6 +13,7 @@ from meshwright.core.names import SECTIONS
 from meshwright.core.record import recall, remember
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.premises.premises import lies_on_mesh
+from meshwright.introspection.small.configs import text_config
 from meshwright.introspection.small.copies import rows_of_token_table
 from meshwright.introspection.structure.experts import RouterLoss, asks_for_router_loss, measure_router_loss
 from meshwright.introspection.structure.structure import Measured, measured
@@ -183,10 +184,7 @@ def measurements_of(model: nn.Module) -> Measurements:
 
 def stated(model: Any, *keys: str) -> int | None:
     """Return the first of these keys' values that is a positive integer in ``model.config`` or a section of it."""
-    config = getattr(model, "config", None)
-    # of transformers: one for text and images has several inside
-    if callable(of_text := getattr(config, "get_text_config", None)):
-        config = of_text()
+    config = text_config(model)
     places = [config, *(getattr(config, name, None) for name in SECTIONS)]
     found = (getattr(place, key, None) for place in places for key in keys)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
