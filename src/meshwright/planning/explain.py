@@ -88,13 +88,6 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
 
 # --- format a plan as text for people
 
-KEPT = {
-    MemoryUse.ACTIVATIONS: "activations",
-    MemoryUse.LOGITS: "logits",
-    MemoryUse.COMMUNICATION: "messages",
-    MemoryUse.BUFFERS: "buffers",
-}
-
 
 def table(
     plan: Plan, batch: Batch | None = None, estimate: MemoryEstimate | None = None, *, whether_it_fits: str = ""
@@ -297,7 +290,10 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
         MemoryUse.PARAMETERS: ("parameters", m.parameters),
         MemoryUse.GRADIENTS: ("gradients", m.gradients),
         MemoryUse.OPTIMIZER: (f"optimizer ({plan.optimizer.row.title}{_bits(plan)})", m.optimizer),
-        **{kind: (name, 0) for kind, name in KEPT.items()},
+        MemoryUse.ACTIVATIONS: ("activations", 0),
+        MemoryUse.LOGITS: ("logits", 0),
+        MemoryUse.COMMUNICATION: ("messages", 0),
+        MemoryUse.BUFFERS: ("buffers", 0),
         MemoryUse.HOST: ("in host memory", 0),
     }
     rows = [
