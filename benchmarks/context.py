@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,20 @@ def measure_held(args: argparse.Namespace) -> bool:
 
 
 def measure_packed(args: argparse.Namespace) -> bool:
-    from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of_ranks
-    from meshwright.planning.context.plan import head_tail
+    from meshwright.planning.context.documents import cut_documents, work_of
+    from meshwright.planning.context.plan import Runs, head_tail
+
+    def held(sizes: list[int], runs: Runs) -> list[list[tuple[int, int]]]:
+        """List a rank's runs within each document that it has a part of."""
+        ends = pairwise(accumulate(sizes, initial=0))
+        every = (
+            [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
+            for start, stop in ends
+        )
+        return list(filter(None, every))
+
+    def works(sizes: list[int], cut: tuple[Runs, ...]) -> list[int]:
+        return [sum(work_of(*run) for own in held(sizes, runs) for run in own) for runs in cut]
 
     length, worst_of_all = 2**17, 0.0
     print("documents of lognormal lengths, rows of 131,072 tokens; work: most / mean of the ranks, worst of all rows")
@@ -239,9 +252,11 @@ def measure_packed(args: argparse.Namespace) -> bool:
                 begun = time.process_time()
                 cut = cut_documents(sizes, ranks)
                 seconds = max(seconds, time.process_time() - begun)
-                work, plain = work_of_ranks(sizes, cut), work_of_ranks(sizes, head_tail(length, ranks))
+                work, plain = works(sizes, cut), works(sizes, head_tail(length, ranks))
                 worst, alone = max(worst, ranks * max(work) / sum(work)), max(alone, ranks * max(plain) / sum(plain))
-                fetched += fetched_tokens(sizes, cut)
+                # keys before a query of a rank's, in its document, that the rank lacks
+                of_ranks = [own for runs in cut for own in held(sizes, runs)]
+                fetched += sum(max(b for _, b in own) - sum(b - a for a, b in own) for own in of_ranks)
             worst_of_all = max(worst_of_all, worst)
             share = fetched / args.rows / length / (ranks - 1)
             print(

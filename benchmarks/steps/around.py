@@ -22,7 +22,6 @@ from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch
-from meshwright.simulation.measured import ProfileCurves
 from meshwright.training.rehearsal import alone_as
 
 from .operators import Event, MessageBegin, OperatorWork, Phase
@@ -89,7 +88,7 @@ def _is_of_fsdp(event: Event) -> bool:
 
 def _priced(profile: StepProfile, host: Mapping[str, float], events: Sequence[Event]) -> float:
     """Return the seconds of operators by a profile with these seconds of the host."""
-    prices = OperatorPrices(ProfileCurves(replace(profile, host={**profile.host, **host})))
+    prices = OperatorPrices(replace(profile, host={**profile.host, **host}))
     return sum(prices.price(event).seconds for event in events if isinstance(event, OperatorWork))
 
 

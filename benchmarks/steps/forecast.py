@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.simulation.measured import ProfileCurves
+from meshwright.simulation.measured import MachineProfile
 
 from .events import Await, Begin, Compute, Item, Rate, run
 from .operators import MessageBegin, MessageWait, OperatorWork, StepOfRank
@@ -58,11 +58,10 @@ def forecast_step(steps: Sequence[StepOfRank], profile: StepProfile, others: flo
         ConfigError: the profile lacks a dtype, or messages.
         IntegrityError: the ranks' messages do not match.
     """
-    curves = ProfileCurves(profile)
-    prices = OperatorPrices(curves)
+    prices = OperatorPrices(profile)
     items, parts = {}, {}
     for step in steps:
-        items[step.rank], parts[step.rank] = _priced(step, prices, curves, profile.in_steps)
+        items[step.rank], parts[step.rank] = _priced(step, prices, profile.in_steps)
     found = run(items, _sharing(profile, others), profile.busy)
     return StepForecast(
         {
@@ -82,13 +81,11 @@ def _ranks(value: object) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def _priced(
-    step: StepOfRank, prices: OperatorPrices, curves: ProfileCurves, slower: InSteps
-) -> tuple[list[Item], dict[Spent, float]]:
+def _priced(step: StepOfRank, prices: OperatorPrices, slower: InSteps) -> tuple[list[Item], dict[Spent, float]]:
     """Turn a rank's events into seconds; work between two messages is one item."""
     items: list[Item] = []
     parts = dict.fromkeys(Spent, 0.0)
-    seconds, around = 0.0, curves.profile.host.get("message", 0.0)
+    seconds, around = 0.0, prices.profile.host.get("message", 0.0)
     for event in step.events:
         if isinstance(event, OperatorWork):
             price = prices.price(event)
@@ -104,21 +101,23 @@ def _priced(
             seconds += around
         items.append(Compute(seconds))
         seconds = 0.0
-        items.append(Await(event.number) if isinstance(event, MessageWait) else _begin(event, curves, slower.message))
+        items.append(
+            Await(event.number) if isinstance(event, MessageWait) else _begin(event, prices.profile, slower.message)
+        )
     return [*items, Compute(seconds)], parts
 
 
-def _begin(event: MessageBegin, curves: ProfileCurves, later: float) -> Begin:
+def _begin(event: MessageBegin, profile: MachineProfile, later: float) -> Begin:
     if event.is_between_two:
         return Begin(
             event.number,
             ("send", event.ranks, event.tag),
             2,
-            curves.message_s("send", event.moved, 2) + later,
+            profile.message_s("send", event.moved, 2) + later,
             ("send", event.ranks),
         )
     kind = event.kind if event.kind in KINDS else "all_reduce"
-    seconds = curves.message_s(kind, event.moved, len(event.ranks)) + later
+    seconds = profile.message_s(kind, event.moved, len(event.ranks)) + later
     return Begin(event.number, (event.kind, event.ranks), len(event.ranks), seconds, (event.ranks,))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.simulation.measured import ProfileCurves
+from meshwright.simulation.measured import MachineProfile, SecondsCurve
 
 from .operators import OperatorKind, OperatorWork, Phase
 
@@ -46,9 +46,11 @@ class OperatorSeconds:
 class OperatorPrices:
     """Prices of operators on the machine of a profile."""
 
-    def __init__(self, curves: ProfileCurves):
-        self.curves, self._known = curves, dict[OperatorWork, OperatorSeconds]()
-        host = curves.profile.host
+    def __init__(self, profile: MachineProfile):
+        self.profile, self._known = profile, dict[OperatorWork, OperatorSeconds]()
+        self._traffic = {kind: SecondsCurve(points) for kind, points in profile.traffic.items()}
+        self._adamw = SecondsCurve(profile.optimizer["fused"])
+        host = profile.host
         self._around = {
             Phase.FORWARD: host.get("forward", host.get("autograd", 0.0)),
             Phase.BACKWARD: host.get("backward", 0.0),
@@ -63,7 +65,7 @@ class OperatorPrices:
         return found
 
     def _price(self, work: OperatorWork) -> OperatorSeconds:
-        curves, host = self.curves, self.curves.profile.host
+        profile, host = self.profile, self.profile.host
         if work.kind is K.DTENSOR:
             return OperatorSeconds(host.get("dtensor", 0.0), 0.0, Spent.HOST)
         around = self._around[work.phase] * work.tensors
@@ -75,19 +77,19 @@ class OperatorPrices:
             return OperatorSeconds(around + host["view" if work.kind is K.VIEW else "empty"], 0.0, Spent.HOST)
         if work.kind is K.PRODUCT:
             rows, columns, depth, number = work.dims
-            seconds = number * curves.product_s(rows, columns, depth, work.dtype, work.layout)
+            seconds = number * profile.grid(work.dtype, work.layout).product_s(rows, columns, depth)
             return OperatorSeconds(around, seconds, Spent.PRODUCTS)
         if work.kind is K.ATTENTION:
             queries, keys, dim, number = work.dims
-            seconds = curves.attention(work.dtype, work.layout, dim).seconds(queries) * number
+            seconds = profile.attention_curve(work.dtype, work.layout, dim).seconds(queries) * number
             # measured causal, with as many keys as queries
             seconds *= keys / queries if work.causal else 2 * keys / queries
             return OperatorSeconds(around, seconds, Spent.ATTENTION)
         each = work.moved / work.tensors
         if work.kind is K.OPTIMIZER:
             moments = 7 * 4  # float32: parameter, gradient, two moments read; all but the gradient written
-            return OperatorSeconds(around, work.tensors * curves.optimizer_s("fused", each / moments), Spent.TRAFFIC)
-        curve = curves.traffic.get(work.kind.value, curves.traffic["pointwise"])
+            return OperatorSeconds(around, work.tensors * self._adamw.seconds(each / moments), Spent.TRAFFIC)
+        curve = self._traffic.get(work.kind.value, self._traffic["pointwise"])
         least = curve.least
         return OperatorSeconds(
             around + work.tensors * least, work.tensors * max(0.0, curve.seconds(each) - least), Spent.TRAFFIC

@@ -16,24 +16,30 @@ from hypothesis import strategies as st
 from meshwright import ConfigError
 from meshwright.distributed.context.rows import cut_rows
 from meshwright.planning.context import documents
-from meshwright.planning.context.documents import cut_documents, fetched_tokens, work_of
+from meshwright.planning.context.documents import cut_documents, work_of
 from meshwright.planning.context.plan import Runs, head_tail
 
 LONG = 2**17
 
 
+def by_document(sizes: Sequence[int], runs: Runs) -> list[list[tuple[int, int]]]:
+    """List a rank's runs within each document."""
+    ends = pairwise(accumulate(sizes, initial=0))
+    return [
+        [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
+        for start, stop in ends
+    ]
+
+
 def work_of_ranks(sizes: Sequence[int], cut: Sequence[Runs]) -> list[int]:
     """Count the pairs of a query and a key that each rank computes."""
-    ends = list(accumulate(sizes, initial=0))
-    return [
-        sum(
-            work_of(max(a, start) - start, min(b, stop) - start)
-            for start, stop in pairwise(ends)
-            for a, b in runs
-            if a < stop and start < b
-        )
-        for runs in cut
-    ]
+    return [sum(work_of(*run) for own in by_document(sizes, runs) for run in own) for runs in cut]
+
+
+def fetched_tokens(sizes: Sequence[int], cut: Sequence[Runs]) -> int:
+    """Count the keys that all ranks together fetch: those before a query of theirs, in its document, that they lack."""
+    held = [own for runs in cut for own in by_document(sizes, runs) if own]
+    return sum(max(stop for _, stop in own) - sum(stop - start for start, stop in own) for own in held)
 
 
 def lognormal(seed: int, deviation: float, length: int = LONG) -> list[int]:

@@ -21,7 +21,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.simulation.answer import open_works, words
-from meshwright.simulation.cards import Group, card_names, device, link_across, machines
+from meshwright.simulation.cards import Group, card_names, device, link_across, machines, sheets
 from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
 from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
 from meshwright.simulation.step_memory import block_activations, step_memory
@@ -41,7 +41,12 @@ def job(gpus: int = 8, **layout: int) -> Job:
 def test_every_card_has_a_source_and_all_figures():
     for name in card_names():
         card = device(name)
-        assert card.source and card.memory_bytes > 1e10 and card.bandwidth > 1e11 and card.speed(card.half) > 1e13
+        assert (
+            sheets()[name]["source"]
+            and card.memory_bytes > 1e10
+            and card.bandwidth > 1e11
+            and card.speed(card.half) > 1e13
+        )
 
 
 @pytest.mark.parametrize(

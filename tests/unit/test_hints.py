@@ -12,7 +12,7 @@ import pytest
 from support.hinted import REMIXED, UNROLLED, Remixed, Unrolled
 
 from meshwright import ConfigError, Hints, Layout, UnsupportedError, plan
-from meshwright.introspection.blocks import Hinted, hints_of
+from meshwright.introspection.blocks import built_with, hints_of
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 
@@ -103,5 +103,5 @@ def test_wrong_hints_do_not_pass_the_rehearsal():
 
 
 def test_a_hinted_function_travels():
-    made = pickle.loads(pickle.dumps(Hinted(partial(Remixed), REMIXED)))()
+    made = pickle.loads(pickle.dumps(partial(built_with, REMIXED, partial(Remixed))))()
     assert hints_of(made) == REMIXED

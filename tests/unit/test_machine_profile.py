@@ -158,12 +158,12 @@ def test_ranks_that_share_cores_are_slower():
 
 
 def test_messages_are_those_measured_and_beyond_them_a_rings():
-    curves = measured_machines(made_up(), 2).curves
-    assert curves.message_s("all_gather", 1e6, 2) == pytest.approx(2e-3)
+    profile = measured_machines(made_up(), 2).profile
+    assert profile.message_s("all_gather", 1e6, 2) == pytest.approx(2e-3)
     latency, travels = 1e-3, 1e-3
-    assert curves.message_s("all_gather", 1e6, 8) == pytest.approx(7 * latency + travels * (7 / 8) / (1 / 2))
-    assert curves.message_s("send", 1e6, 2) == pytest.approx(2e-3)
-    assert curves.message_s("all_gather", 1e6, 1) == 0.0
+    assert profile.message_s("all_gather", 1e6, 8) == pytest.approx(7 * latency + travels * (7 / 8) / (1 / 2))
+    assert profile.message_s("send", 1e6, 2) == pytest.approx(2e-3)
+    assert profile.message_s("all_gather", 1e6, 1) == 0.0
     assert "those among more are extrapolated by the law of a ring" in " ".join(notes(made_up(), 8))
     assert "extrapolated" not in " ".join(notes(made_up(), 2))
 

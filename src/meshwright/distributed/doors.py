@@ -173,7 +173,6 @@ def has_work(technique: str, model: nn.Module, device_mesh: DeviceMesh | None, *
 
 def float8_plan(facts: ModelFacts, requested: Techniques, all_gather: bool) -> Plan:
     """Plan float8 for this process alone; raise ConfigError if another technique came first."""
-    assert facts.module is not None
     order.refuse_misorder("float8", order.applied(facts.module), facts.kind)
     plan = plan_for_mesh_sizes(facts, {}, local_device(), requested, "mean")
     assert plan.float8 is not None
@@ -195,7 +194,7 @@ def averaging_plan(
         sizes.pop(Axis.TP.value, None)
     plan = mean_plan(facts, device_mesh, requested, sizes)
     # a user's own loop has to do what ParallelModel does in a step
-    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)] if facts.module is not None else []
+    configs = [m.config for m in facts.module.modules() if isinstance(m, Router)]
     keys = ("bias_rate", "sequence_loss", "batch_loss", "z_loss")
     if wanted := [key for key in keys if any(getattr(config, key) for config in configs)]:
         log.warning(

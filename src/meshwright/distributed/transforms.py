@@ -301,7 +301,6 @@ class AxisTransform(PlannedTransform):
         return self.context.get("layout")
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        assert facts.module is not None
         has_work(self.registered_name, facts.module, device_mesh, door=self.registered_name)
         return OVER_AXES[self.registered_name].plan(facts, device_mesh, self.requested())
 
@@ -310,7 +309,7 @@ class DataTransform(PlannedTransform):
     """A transform over the data axes: rows must be cut before, and the result is audited."""
 
     def plan(self, facts: ModelFacts, device_mesh: DeviceMesh | None) -> Plan:
-        assert facts.module is not None and device_mesh is not None
+        assert device_mesh is not None
         if rows_that_cut(facts.module, device_mesh):
             raise ConfigError(
                 f"the mesh has cp = {context_ranks(device_mesh)}, and nothing cuts rows over it: put the transform"
@@ -500,7 +499,6 @@ class ActivationCheckpointTransform(PlannedTransform):
             mode = "selective_op" if c.ops_to_save else "full"
             kept = {"checkpoint_keep": tuple(c.ops_to_save), "checkpoint_keep_every": 1} if c.ops_to_save else {}
             return mean_plan(facts, device_mesh, Techniques(activation_checkpointing=mode, **kept))
-        assert facts.module is not None
         modules = [(clean(name), module) for name, module in facts.module.named_modules()]
         alone = {name for name in c.layer_classes if "." not in name}
         classes = tuple(import_classes_from_paths([path for path in c.layer_classes if path not in alone]))

@@ -84,18 +84,12 @@ def blocks_in(model: nn.Module, hints: Hints) -> tuple[str, ...]:
     return tuple(path for path in paths if path in named)
 
 
-@dataclass(frozen=True)
-class Hinted:
-    """A function that builds a model and gives its hints; it pickles if the function does."""
-
-    build: Callable[[], Any]
-    hints: Hints
-
-    def __call__(self) -> Any:
-        made = self.build()
-        if isinstance(made, nn.Module):
-            give(made, self.hints)
-        return made
+def built_with(hints: Hints, build: Callable[[], Any]) -> Any:
+    """Build a model by a function, and give hints for it."""
+    made = build()
+    if isinstance(made, nn.Module):
+        give(made, hints)
+    return made
 
 
 # --- find a model's repeated blocks from its structure alone

@@ -62,16 +62,17 @@ class BufferFact:
 class RouterFact:
     """A router of meshwright's own mixture of experts.
 
-    ``balances``: its bias follows its experts' load. ``sums_sequences``: its losses need sums over whole sequences;
-    ``sums_batches``: over all ranks' microbatches; ``counts_sequences``: one of them is about each sequence by itself.
+    ``balances``: its bias follows its experts' load. ``sums_batches``: one of its losses needs sums over all ranks'
+    microbatches; ``counts_sequences``: one is about each sequence by itself. ``capacity_factor``: 0: no token is
+    dropped.
     """
 
     path: str
     experts: int
     balances: bool
-    sums_sequences: bool
-    sums_batches: bool = False
-    counts_sequences: bool = False
+    sums_batches: bool
+    counts_sequences: bool
+    capacity_factor: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ModelFacts:
     asks_for_router_loss: bool = False
     """Whether the model is one of transformers whose config includes its routers' loss in its own loss."""
     on_meta: bool = False
-    module: nn.Module | None = field(default=None, repr=False, compare=False)
+    module: nn.Module = field(repr=False, compare=False, kw_only=True)
     """The model itself, for measurements that run on request."""
     measurements: Measurements = field(default_factory=Measurements, repr=False, compare=False)
     """Answers found by running small copies of the model."""
@@ -133,6 +134,11 @@ class ModelFacts:
     def balances_microbatches(self) -> bool:
         """Whether a loss depends on all tokens of a microbatch together."""
         return any(router.sums_batches for router in self.routers) or self.measurements.router_loss() is not None
+
+    @property
+    def capacity_factor(self) -> float:
+        """The factor of experts' capacity in meshwright's own mixtures; 0: they drop no token."""
+        return next((router.capacity_factor for router in self.routers if router.capacity_factor), 0)
 
     @property
     def images(self) -> ImageArguments | None:
@@ -209,9 +215,9 @@ def model_facts(model: nn.Module) -> ModelFacts:
                 clean(name),
                 m.config.n_experts,
                 m.bias is not None,
-                m.config.sequence_loss > 0 or m.config.batch_loss > 0,
                 m.config.batch_loss > 0,
                 m.config.sequence_loss > 0,
+                m.config.capacity_factor,
             )
             for name, m in model.named_modules()
             if isinstance(m, Router)
@@ -300,10 +306,7 @@ def describe_premises(facts: ModelFacts) -> str:
         ("no row that was tried uses", _names(seen.unused)),
         ("sparse gradients", _names(seen.sparse)),
         ("a loss of its own in the output", _names(seen.losses)),
-        (
-            "hooks on parameters",
-            _names(hook.parameter for hook in hooks_of(facts.module)) if facts.module is not None else "",
-        ),
+        ("hooks on parameters", _names(hook.parameter for hook in hooks_of(facts.module))),
     ]
     found = [f"  {what}: {names}" for what, names in lines if names]
     return "\n".join(["forward, observed on a small copy:", *(found or ["  a function of the weights and each row"])])

@@ -13,6 +13,7 @@ from meshwright.core.names import SECTIONS
 from meshwright.core.record import recall, remember
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.premises.premises import lies_on_mesh
+from meshwright.introspection.small.configs import text_config
 from meshwright.introspection.small.copies import rows_of_token_table
 from meshwright.introspection.structure.experts import RouterLoss, asks_for_router_loss, measure_router_loss
 from meshwright.introspection.structure.structure import Measured, measured
@@ -37,13 +38,14 @@ class Measurements:
     The model remembers this object, so every ModelFacts of the model has the same one.
 
     Attributes:
+        hints: the model's, with which the questions were answered.
         proven: plans that a rehearsal found equal to one process, with the settings of the rehearsal.
         refused: by plan, why some kinds of batches are refused; "" for those that are not.
     """
 
     def __init__(self, model: nn.Module | None = None):
         self._model = None if model is None else weakref.ref(model)
-        self._hints = NONE if model is None else hints_of(model)
+        self.hints = NONE if model is None else hints_of(model)
         self._answers: dict[Hashable, object] = {}
         self.proven: set[Hashable] = set()
         self.refused: dict[Hashable, dict[str, str]] = {}
@@ -53,10 +55,6 @@ class Measurements:
 
     def __reduce__(self) -> tuple[type[Measurements], tuple[()]]:
         return Measurements, ()
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Return whether the answers are about this model under its current hints."""
-        return self.model is model and self._hints == hints_of(model)
 
     @property
     def model(self) -> nn.Module | None:
@@ -176,9 +174,9 @@ class Measurements:
 
 
 def measurements_of(model: nn.Module) -> Measurements:
-    """Return the model's measurements, made on demand; a copy of a model is measured anew."""
+    """Return the model's measurements, made on demand; a copy of a model is measured anew, and one with new hints."""
     known = recall(model, Measurements)
-    if known is None or not known.is_of(model):
+    if known is None or known.model is not model or known.hints != hints_of(model):
         known = Measurements(model)
         remember(model, known)
     return known
@@ -186,10 +184,7 @@ def measurements_of(model: nn.Module) -> Measurements:
 
 def stated(model: Any, *keys: str) -> int | None:
     """Return the first of these keys' values that is a positive integer in ``model.config`` or a section of it."""
-    config = getattr(model, "config", None)
-    # of transformers: one for text and images has several inside
-    if callable(of_text := getattr(config, "get_text_config", None)):
-        config = of_text()
+    config = text_config(model)
     places = [config, *(getattr(config, name, None) for name in SECTIONS)]
     found = (getattr(place, key, None) for place in places for key in keys)
     return next((value for value in found if isinstance(value, int) and value > 0), None)

@@ -55,11 +55,6 @@ def tensor_plan_of(module: nn.Module) -> Mapping[str, str] | None:
     return plan if isinstance(plan, Mapping) else None
 
 
-def attention_of(model: nn.Module) -> str:
-    """Return the name of the implementation that computes a model's attention. Waits for: a public getter."""
-    return name_of_attention(getattr(model, "config", None))
-
-
 def name_of_attention(config: Any) -> str:
     """Return the name in a config of the implementation that computes attention. Waits for: a public getter."""
     name = getattr(config, "_attn_implementation", None)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +65,12 @@ class CausalLM:
     stored: dict[str, Any] | None = field(default=None, compare=False)
 
     def __call__(self) -> nn.Module:
-        """Build the module, without a key-value cache; raise ConfigError where transformers cannot.
-
-        With a cache, transformers neither keeps packed documents apart nor survives recomputation.
-        """
-        auto = self.auto_class
-        config = copy.deepcopy(self.config)
-        config.get_text_config().use_cache = False
+        """Build the module, without a key-value cache; raise ConfigError where transformers cannot."""
         experts = self.experts or ("eager" if self.dtype == "float64" else "")
-        options = {"experts_implementation": experts} if experts else {}
-        try:
-            return auto.from_config(
-                config, dtype=torch_dtype(self.dtype), trust_remote_code=self.trust_remote_code, **options
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-            raise ConfigError(
-                f"{KEY}: transformers cannot build a causal language model of {type(config).__name__}: {error}"
-            ) from error
+        options: dict[str, Any] = {"experts_implementation": experts} if experts else {}
+        options |= {"dtype": torch_dtype(self.dtype), "trust_remote_code": self.trust_remote_code}
+        cannot = f"{KEY}: transformers cannot build a causal language model of {type(self.config).__name__}"
+        return _without_cache(partial(self.auto_class.from_config, **options), self.config, cannot)
 
     @property
     def auto_class(self) -> Any:
@@ -97,6 +87,19 @@ class CausalLM:
         """
         values = self.stored or json.loads(self.config.to_json_string(use_diff=False))
         return {key: value for key, value in values.items() if key not in ABOUT_THE_FILE}
+
+
+def _without_cache(make: Callable[[Any], nn.Module], config: Any, cannot: str) -> nn.Module:
+    """Build a model of a config without a key-value cache; ``cannot`` begins the ConfigError where that fails.
+
+    With a cache, transformers neither keeps packed documents apart nor survives recomputation.
+    """
+    config = copy.deepcopy(config)
+    config.get_text_config().use_cache = False
+    try:
+        return make(config)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
+        raise ConfigError(f"{cannot}: {error}") from error
 
 
 def takes_images(config: Any, causal: Any, of_images: Any) -> bool:
@@ -381,15 +384,4 @@ class ModelOrigin:
             )
         (folder / CONFIG).write_text(json.dumps(self.config))
         read = read_causal_lm(folder).config  # refuses kernels and files from elsewhere
-
-        def build() -> nn.Module:
-            config = copy.deepcopy(read)
-            config.get_text_config().use_cache = False
-            try:
-                return kind(config)
-            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-                raise ConfigError(
-                    f"transformers cannot build {self.kind} of the checkpoint's config: {error}"
-                ) from error
-
-        return build
+        return partial(_without_cache, kind, read, f"transformers cannot build {self.kind} of the checkpoint's config")

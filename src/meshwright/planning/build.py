@@ -19,7 +19,6 @@ from meshwright.planning.context.collectives import attention_collectives, row_a
 from meshwright.planning.context.plan import ContextPlan, context_plan
 from meshwright.planning.data import (
     Holding,
-    Narrow,
     at_rest,
     gathers_per_step,
     joins_blocks,
@@ -41,11 +40,11 @@ from meshwright.planning.layout import Layout, Shares, shares_of
 from meshwright.planning.optimizer import optimizer_plan
 from meshwright.planning.optimizer_collectives import optimizer_collectives
 from meshwright.planning.pipeline.plan import check_trained, make_pipeline_plan
-from meshwright.planning.pipeline.stages import pipeline_collectives, recomputed_in, units_of_stages
+from meshwright.planning.pipeline.stages import pipeline_collectives, units_of_stages
 from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
 from meshwright.planning.quantize import rounded_weights
-from meshwright.planning.recompute import checkpointed_modules, sent_again
+from meshwright.planning.recompute import checkpointed_modules
 from meshwright.planning.rules import check, check_batch, check_data, resolve_precision
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.tensor.collectives import tensor_collectives
@@ -147,12 +146,11 @@ def _assemble(case: Case) -> Plan:
     reshard, optimizer = requested.reshard_after_forward, optimizer_plan(facts, requested)
     assert reshard != "auto"  # resolved above
     shares = shares_of(layout, case.technique, replicates_tokens=data.replicates_tokens)
-    narrow = Narrow.of(float8, quantize)
-    holding = Holding(shares.shards, precision, tensor, experts, narrow, optimizer)
+    holding = Holding(shares.shards, precision, tensor, experts, float8, quantize, optimizer)
     starts = () if pipeline is None else [block for stage in pipeline.stages for block in stage.blocks[:1]]
     most = data.blocks_per_unit or int(not joins_blocks(shares))
     units = units_of(without_skipped(facts, layout), holding, reshard, most, starts)
-    parameters = _parameters(facts.parameters, layout, shares, tensor, experts, narrow)
+    parameters = _parameters(facts.parameters, layout, shares, holding)
     loss = None
     if requested.loss_chunks > 1:
         head = facts.measurements.structure(layout.tp).structure.head
@@ -207,8 +205,7 @@ def _collectives(facts: ModelFacts, plan: Plan) -> tuple[Collective, ...]:
     """List the collectives of a step without a pipeline."""
     shares, tensor, experts, context = plan.shares, plan.tensor, plan.experts, plan.context
     dense, trained = without_experts(facts, experts), sum(p.trainable for p in facts.parameters)
-    again = sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
-    ways = plan.precision, recomputed_in(facts.blocks, again)
+    ways = plan.precision, plan.sends_again
     found: list[Collective] = []
     if tensor is not None:
         found += tensor_collectives(dense, tensor, plan.precision, plan.loss, ways[1], shares.shards, plan.float8)
@@ -276,7 +273,7 @@ def _tensor_plan(case: Case) -> tuple[TensorPlan | None, tuple[str, ...]]:
         return facts.applied_plan(TensorPlan), ()
     measured = facts.measurements.structure(layout.tp)
     words = words_for(facts, requested.tensor_plan)
-    if layout.ep > 1 and facts.module is not None:
+    if layout.ep > 1:
         words = replace(words, elsewhere=tuple(find_stacks(facts.module)))
     made, tensor_notes = make_tensor_plan(
         measured, sequence_parallel=requested.sequence_parallel, regather=requested.regather, words=words
@@ -310,10 +307,9 @@ def _parameters(
     parameters: tuple[ParameterFact, ...],
     layout: Layout,
     shares: Shares,
-    tensor: TensorPlan | None,
-    experts: ExpertPlan | None,
-    narrow: Narrow,
+    holding: Holding,
 ) -> tuple[ParameterPlan, ...]:
+    tensor, experts = holding.tensor, holding.experts
     sharded = dict.fromkeys(shares.shard_axes, "Shard(0)")
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
@@ -329,7 +325,7 @@ def _parameters(
             placements = experts.placements(p.shape)
         summed = tensor is not None and cut is None and tensor.is_summed(p.name)
         is_alike = places_of.setdefault((pattern(p.name), p.shape), placements) == placements  # else: a separate row
-        dtype = NF4 if p.name in narrow.in_4_bits else p.dtype
+        dtype = NF4 if holding.in_4_bits(p) else p.dtype
         key = (pattern(p.name) if is_alike else p.name, p.shape, dtype, p.trainable, placements, summed)
         before = rows.get(key)
         count = 1 if before is None else before.count + 1
@@ -355,7 +351,7 @@ def plan_for_mesh_sizes(
 
 def with_units(facts: ModelFacts, plan: Plan, chosen: tuple[str, ...], *, reshard: bool | int) -> Plan:
     """Return a plan without cuts of weights, in which these modules are gathered as units instead of the blocks."""
-    facts, narrow = replace(at_rest(facts, plan.precision), blocks=chosen), Narrow.of(plan.float8, plan.quantize)
-    holding = Holding(plan.shares.shards, plan.precision, narrow=narrow, optimizer=plan.optimizer)
+    facts, shards = replace(at_rest(facts, plan.precision), blocks=chosen), plan.shares.shards
+    holding = Holding(shards, plan.precision, None, None, plan.float8, plan.quantize, plan.optimizer)
     plan = replace(plan, units=units_of(facts, holding, reshard))
     return replace(plan, collectives=_collectives(facts, plan))

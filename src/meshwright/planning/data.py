@@ -156,40 +156,20 @@ JOINS_BLOCKS = is_at_least("torch", "2.13")
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """The names of weights that take fewer bits than their dtype.
-
-    Attributes:
-        in_float8: those gathered in float8.
-        in_4_bits: those that rest, and are gathered, in 4 bits.
-    """
-
-    in_float8: frozenset[str] = frozenset()
-    in_4_bits: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, float8: Float8Plan | None, quantize: QuantizePlan | None = None) -> Narrow:
-        return cls(
-            frozenset() if float8 is None else float8.gathered, frozenset() if quantize is None else quantize.weights
-        )
-
-
-NONE = Narrow()
-
-
-@dataclass(frozen=True)
 class Holding:
     """How ranks hold the parameters of a model.
 
     Attributes:
         shards: number of ranks that shard dense parameters.
+        float8, quantize: whose weights may be gathered in float8, and rest and are gathered in 4 bits.
     """
 
     shards: int
     precision: PrecisionPlan
     tensor: TensorPlan | None = None
     experts: ExpertPlan | None = None
-    narrow: Narrow = NONE
+    float8: Float8Plan | None = None
+    quantize: QuantizePlan | None = None
     optimizer: OptimizerPlan = FULL
 
     def local_shape(self, p: ParameterFact) -> tuple[int, ...]:
@@ -214,8 +194,11 @@ class Holding:
         """Count the bytes on all those ranks of a parameter that rests in 4 bits."""
         return self.shards * math.prod(stored_shape(self.local_shape(p)))
 
+    def in_4_bits(self, p: ParameterFact) -> bool:
+        return self.quantize is not None and p.name in self.quantize.weights
+
     def gathered_in(self, p: ParameterFact) -> str:
-        if p.name in self.narrow.in_4_bits or (p.name in self.narrow.in_float8 and self.shards > 1):
+        if self.in_4_bits(p) or (self.shards > 1 and self.float8 is not None and p.name in self.float8.gathered):
             return "uint8"
         return self.precision.computed_in(p.dtype)
 
@@ -228,11 +211,10 @@ class Holding:
         blocks: tuple[str, ...] = (),
     ) -> Unit:
         trained = [p for p in parameters if p.trainable]
-        packed = {p.name for p in parameters if p.name in self.narrow.in_4_bits}
         elements = {p: self.elements(p) for p in parameters}
         sent = {p: self.gathered_in(p) for p in parameters}
-        stored = sum(self.stored(p) for p in parameters if p.name in packed)
-        full = [p for p in parameters if p.name not in packed]
+        stored = sum(self.stored(p) for p in parameters if self.in_4_bits(p))
+        full = [p for p in parameters if not self.in_4_bits(p)]
         sizes = {p: math.prod(self.local_shape(p)) for p in trained}
         rounded = []
         for p, size in sizes.items():

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, owner, pattern
+from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import RouterLoss, Stack, find_stacks
-from meshwright.models.layers import Router
 from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, shares_of
 from meshwright.planning.values import Case, Collective, Found, PrecisionPlan
 
@@ -89,15 +88,10 @@ def expert_mesh_of(layout: Layout) -> tuple[tuple[str, int], ...]:
     sizes = {
         Axis.PP: layout.pp,
         Axis.DP_REPLICATE: layout.dp_replicate,
-        Axis.EFSDP: sharing_ranks(layout) // layout.ep,
+        Axis.EFSDP: shares_of(layout).size(*EXPERTS) // layout.ep,
         Axis.EP: layout.ep,
     }
     return tuple((axis.value, sizes[axis]) for axis in EXPERT_AXES)
-
-
-def sharing_ranks(layout: Layout) -> int:
-    """Count the ranks among which experts can be distributed."""
-    return shares_of(layout).size(*EXPERTS)
 
 
 # --- list the messages between ranks of the expert axis
@@ -107,7 +101,7 @@ def router_collectives(
     facts: ModelFacts,
     shares: Shares,
     precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     router_loss: RouterLoss | None,
 ) -> Iterator[Collective]:
     """List the all-reduces of routers.
@@ -122,13 +116,13 @@ def router_collectives(
     wide = "float64" if precision.compute == "float64" else "float32"
     ranks = shares.size(Axis.TP)
     for router in facts.routers:
-        again, calls = _recomputed_around(router.path, recomputed), 1
+        again, calls = next((module for module in recomputed if is_within(router.path, module)), None), 1
         if again is not None:  # behind frozen layers alone nothing is recomputed
             last = max((n for n, p in enumerate(facts.parameters) if is_within(p.name, again)), default=-1)
             calls += any(p.trainable for p in facts.parameters[: last + 1])
         what = f"load by {router.path}"
         elements = calls * (router.experts + 1)
-        if shares.cuts_sequences and router.sums_sequences:
+        if shares.cuts_sequences and (router.counts_sequences or router.sums_batches):
             yield Collective("all_reduce", Axis.TP.value, ranks, what, elements, wide, "microbatch", calls, by_row=True)
         if (others := shares.size(*TOKENS)) > 1 and router.counts_sequences:
             over = TOKENS[0].value
@@ -146,17 +140,11 @@ def router_collectives(
             )
 
 
-def _recomputed_around(path: str, recomputed: Mapping[str, tuple[str, ...]]) -> str | None:
-    """Return the recomputed module that a module is in; None if there is none."""
-    inside = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
-    return next((one for one in inside if is_within(path, one)), None)
-
-
 def expert_collectives(
     facts: ModelFacts,
     experts: ExpertPlan,
     precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     *,
     begins: bool = True,
     among: int = 1,
@@ -168,7 +156,7 @@ def expert_collectives(
 
     Args:
         facts: the parameters, trained or not, in the order of the model.
-        recomputed: block -> paths of the modules recomputed in it, whose forwards send their messages again.
+        recomputed: paths of the modules whose forwards send their messages again (``Plan.sends_again``).
         begins: whether the first block's input derives from the token ids; else another pipeline stage sends it.
         among: the ranks of the tensor axis, which have a part of each sequence.
     """
@@ -177,7 +165,7 @@ def expert_collectives(
         inside = _module_of(stack.path, facts)
         flows = not begins or any(_trained_before(facts, stack.path))
         trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
-        again = _recomputed_around(stack.path, recomputed) is not None and (
+        again = any(is_within(stack.path, module) for module in recomputed) and (
             flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
         )
         counts, tokens = f"tokens per expert of {stack.path}", f"tokens of {stack.path}"
@@ -217,14 +205,14 @@ def experts_fit(case: Case) -> Found:
     layout, ranks = case.layout, case.layout.ep
     if ranks == 1 or case.facts.applied_plan(ExpertPlan) is not None:
         return
-    among = sharing_ranks(layout)
+    among = shares_of(layout).size(*EXPERTS)
     if layout.tp > 1 and not case.techniques.sequence_parallel:
         yield ConfigError(
             f"layout.ep = {ranks} with layout.tp = {layout.tp} needs cut sequences: else all {layout.tp} ranks of the"
             f" tensor axis would send the same tokens to the experts. Set techniques.sequence_parallel = true, or"
             f" layout.ep = 1."
         )
-    stacks = find_stacks(case.facts.module) if case.facts.module is not None else {}
+    stacks = find_stacks(case.facts.module)
     if not stacks:
         yield ConfigError(
             f"layout.ep = {ranks} shares experts out, and {case.facts.kind} has no module of stacked experts inside its"
@@ -279,9 +267,7 @@ def experts_companions(case: Case) -> Found:
             f" gradients of different experts. Set techniques.data_parallel = fully_shard; with techniques.zero_stage"
             f" = 0 all but the experts stays whole on every rank."
         )
-    modules = () if case.facts.module is None else case.facts.module.modules()
-    routers = (module for module in modules if isinstance(module, Router))
-    capacity = next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0)
+    capacity = case.facts.capacity_factor
     if case.layout.tp > 1 and case.techniques.sequence_parallel and capacity:
         yield UnsupportedError(
             f"model.moe.capacity_factor = {capacity} with layout.tp = {case.layout.tp}: who is over an expert's"
@@ -296,8 +282,7 @@ def stacked_adapters(case: Case) -> Found:
     In each forward peft takes the parameter out of its module and puts the sum in its place: a rank's view of a
     parameter, which tensor parallelism leaves there, would be in the way, and a compiled module does not see it.
     """
-    named = () if case.facts.module is None else case.facts.module.named_parameters()
-    name = next((clean(raw) for raw, p in named if p.dim() == 3 and ".base_layer." in clean(raw)), None)
+    name = next((p.name for p in case.facts.parameters if len(p.shape) == 3 and ".base_layer." in p.name), None)
     if name is None:
         return
     for key, value, legal in (

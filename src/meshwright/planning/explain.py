@@ -50,7 +50,7 @@ def of(case: Case, parameters: tuple[ParameterPlan, ...], tensor: TensorPlan | N
 
 def _initial_weights(facts: ModelFacts):
     """Note whether initial weights differ in the last bits from those of the constructor in one process."""
-    if not facts.on_meta or facts.module is None or hasattr(facts.module, "weight_law"):
+    if not facts.on_meta or hasattr(facts.module, "weight_law"):
         return
     if builder_of(facts.module) is None and not brings_initialiser(facts.module):
         note = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
@@ -66,7 +66,7 @@ def _initial_weights(facts: ModelFacts):
 def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
     """Note the matrices that the tensor axis does not cut."""
     whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
-    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole and facts.module is not None else set()
+    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole else set()
     sizes: dict[str, int] = {}
     towers = facts.measurements.image_modules() if whole else ()
     of_towers: dict[str, int] = {}
@@ -87,13 +87,6 @@ def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[
 
 
 # --- format a plan as text for people
-
-KEPT = {
-    MemoryUse.ACTIVATIONS: "activations",
-    MemoryUse.LOGITS: "logits",
-    MemoryUse.COMMUNICATION: "messages",
-    MemoryUse.BUFFERS: "buffers",
-}
 
 
 def table(
@@ -297,7 +290,10 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
         MemoryUse.PARAMETERS: ("parameters", m.parameters),
         MemoryUse.GRADIENTS: ("gradients", m.gradients),
         MemoryUse.OPTIMIZER: (f"optimizer ({plan.optimizer.row.title}{_bits(plan)})", m.optimizer),
-        **{kind: (name, 0) for kind, name in KEPT.items()},
+        MemoryUse.ACTIVATIONS: ("activations", 0),
+        MemoryUse.LOGITS: ("logits", 0),
+        MemoryUse.COMMUNICATION: ("messages", 0),
+        MemoryUse.BUFFERS: ("buffers", 0),
         MemoryUse.HOST: ("in host memory", 0),
     }
     rows = [

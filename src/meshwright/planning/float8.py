@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CUDA
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import is_within, matching, pattern
+from meshwright.core.names import matching, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.roles import linears_of_blocks, routers_among
 from meshwright.introspection.structure.experts import find_stacks
@@ -43,16 +44,10 @@ class Float8Plan:
     emulated: bool
     all_gather: bool = False
 
-    @property
+    @cached_property
     def gathered(self) -> frozenset[str]:
         """Names of the weights that FSDP gathers in float8."""
         return frozenset(f"{path}.weight" for path in self.modules) if self.all_gather else frozenset()
-
-    def only(self, blocks: tuple[str, ...]) -> Float8Plan:
-        """Restrict the plan to some blocks."""
-        return replace(
-            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
-        )
 
 
 def make_float8_plan(
@@ -62,7 +57,6 @@ def make_float8_plan(
 
     Raises:
         ConfigError: a pattern of the filter matches no linear layer, or no layer is left.
-        UnsupportedError: only facts about the model are available, not its module.
     """
     if (applied := facts.applied_plan(Float8Plan)) is not None:
         if requested.float8 != "none":
@@ -73,10 +67,6 @@ def make_float8_plan(
         return applied, ()
     if requested.float8 == "none":
         return None, ()
-    if facts.module is None:
-        raise UnsupportedError(
-            f"techniques.float8 = {requested.float8}: the model itself ({facts.kind}) is not at hand"
-        )
     linears = linears_of_blocks(facts.module, facts.blocks)
     filtered = matching(
         requested.float8_filter, list(linears), "techniques.float8_filter", "linear layer of its blocks"

@@ -7,7 +7,7 @@ axis is named once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from meshwright.core.axes import WORLD_AXES, Axis
@@ -208,6 +208,13 @@ class Shares:
     def size(self, *axes: Axis) -> int:
         """Count the ranks along these axes together."""
         return math.prod(self.mesh.get(axis.value, 1) for axis in axes)
+
+    def position(self, places: Mapping[Axis, int], axes: Iterable[Axis]) -> int:
+        """Return the position, among the ranks along some axes as one axis, of a rank with these places on each."""
+        position = 0
+        for axis in axes:
+            position = position * self.size(axis) + places[axis]
+        return position
 
     @property
     def data_ranks(self) -> int:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from meshwright.core.axes import Axis
 from meshwright.core.parts import LocalRange, Range, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.introspection.facts import ParameterFact
-from meshwright.planning.layout import EXPERTS
 from meshwright.planning.plan import Plan
+from meshwright.planning.rank_kinds import coordinates
 from meshwright.planning.values import Collective
 
 # --- share whole matrices out among the ranks that hold parts or copies of them
@@ -230,6 +230,7 @@ def size_of_sums(shape: Sequence[int]) -> int:
 def sent_elements(plan: Plan, parameters: Iterable[ParameterFact]) -> tuple[list[int], int]:
     """Count the elements that each rank of a stage sends to others in a step, and the messages of each."""
     ranks = plan.shares.size(*STAGE)
+    places = [coordinates(plan, rank) for rank in range(ranks)]  # of the first stage, like those of all
     known: dict[tuple, list[Matrix]] = {}
     matrices: list[Matrix] = []
     for p in parameters:
@@ -237,37 +238,24 @@ def sent_elements(plan: Plan, parameters: Iterable[ParameterFact]) -> tuple[list
             cut = plan.tensor.cut_of(p.name, p.shape) if plan.tensor is not None else None
             key = (p.shape, cut, plan.experts is not None and plan.experts.has(p.name))
             if key not in known:
-                known[key] = matrices_of(p.shape, [_boxes(plan, p, rank) for rank in range(ranks)])
+                known[key] = matrices_of(p.shape, [_boxes(plan, p, place) for place in places])
             matrices += known[key]
     rounds = rounds_of(matrices, ranks)
     return sent_by(matrices, rounds, ranks), messages_of(matrices, rounds)
 
 
-def _boxes(plan: Plan, p: ParameterFact, rank: int) -> list[Box]:
-    """List the boxes of a parameter that a rank of a stage holds."""
+def _boxes(plan: Plan, p: ParameterFact, places: Mapping[Axis, int]) -> list[Box]:
+    """List the boxes of a parameter that a rank holds."""
     shares, experts = plan.shares, plan.experts
-    where: dict[Axis, int] = {}
-    left = rank
-    for axis in reversed(STAGE):
-        left, where[axis] = divmod(left, shares.size(axis))
     runs = [[LocalRange(0, size)] for size in p.shape]
     if experts is not None and experts.has(p.name):
-        shard, share = divmod(_position(shares.mesh, where, EXPERTS), experts.ranks)
-        runs[0] = runs_of_chunk(runs[0], share, experts.ranks)
+        runs[0] = runs_of_chunk(runs[0], places[Axis.EP], experts.ranks)
         dim = experts.sharded_dim(p.shape)
-        runs[dim] = runs_of_chunk(runs[dim], shard, experts.shards)
+        runs[dim] = runs_of_chunk(runs[dim], places[Axis.EFSDP], experts.shards)
         return boxes_of(runs)
     if plan.tensor is not None and (cut := plan.tensor.cut_of(p.name, p.shape)) is not None:
         dim, parts = cut
-        place = where[Axis.TP], plan.tensor.ranks
+        place = places[Axis.TP], plan.tensor.ranks
         runs[dim] = runs_of_chunk(runs[dim], *place) if is_plain(parts, place[1]) else runs_of_parts(parts, *place)
-    runs[0] = runs_of_chunk(runs[0], _position(shares.mesh, where, shares.shard_axes), shares.shards)
+    runs[0] = runs_of_chunk(runs[0], shares.position(places, shares.shard_axes), shares.shards)
     return boxes_of(runs)
-
-
-def _position(sizes: Mapping[str, int], where: Mapping[Axis, int], axes: Iterable[Axis]) -> int:
-    """Return a rank's position among those along some axes, as one axis."""
-    position = 0
-    for axis in axes:
-        position = position * sizes.get(axis.value, 1) + where[axis]
-    return position

@@ -88,6 +88,12 @@ class Plan:
             self.data.replicates_tokens,
         )
 
+    @property
+    def sends_again(self) -> tuple[str, ...]:
+        """Paths of the modules whose recomputed forward sends its messages again in backward."""
+        keeps = self.activation_checkpointing == "offload" or "collectives" in self.checkpoint_keep
+        return () if keeps else self.checkpointed
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 

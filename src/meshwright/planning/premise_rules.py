@@ -113,23 +113,17 @@ def state_stays(case: Case) -> Found:
             f" could not be rehearsed with rows cut over ranks. Set layout.cp = 1."
         )
     mode = case.techniques.activation_checkpointing
-    again = _recomputed(case, [w.name for w in seen.buffers]) or (
-        state if not written and mode not in ("none", "offload") else ""
-    )
+    recomputes = mode not in ("none", "offload")
+    paths = checkpointed_modules(case.facts, case.techniques) if recomputes else ()
+    paths = ("",) if mode == "memory_budget" else paths  # the compiler chooses
+    twice = [w.name for w in seen.buffers if any(is_within(w.name, path) for path in paths)]
+    again = _some(twice) or (state if recomputes and not written else "")
     if again:
         yield UnsupportedError(
             f"techniques.activation_checkpointing = {mode} calls forwards of {kind} a second time, and they keep"
             f" state: {again}, which"
             f" would be written twice. Set it to none, or to a mode that leaves those modules out (modules)."
         )
-
-
-def _recomputed(case: Case, names: list[str]) -> str:
-    mode = case.techniques.activation_checkpointing
-    if mode == "memory_budget":
-        return _some(names)
-    paths = checkpointed_modules(case.facts, case.techniques) if mode not in ("none", "offload") else ()
-    return _some(name for name in names if any(is_within(name, path) for path in paths))
 
 
 def weights_are_read_only(case: Case) -> Found:
@@ -182,7 +176,7 @@ def gradients_are_dense(case: Case) -> Found:
 
 def hooks_are_called(case: Case) -> Found:
     """Refuse hooks on parameters that a layout replaces, or whose gradient is partial on a rank."""
-    if (case.layout.world == 1 and case.technique != "fully_shard") or case.facts.module is None:
+    if case.layout.world == 1 and case.technique != "fully_shard":
         return
     keeps = case.technique in ("ddp", "none") and case.layout.tp == 1  # the module's own parameters
     for hook in hooks_of(case.facts.module):

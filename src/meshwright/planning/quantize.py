@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
-from meshwright.core.names import clean, is_within, pattern
+from meshwright.core.names import pattern
 from meshwright.core.parts import is_plain
 from meshwright.introspection.adapted_model import host_of_magnitude, is_adapter
 from meshwright.introspection.facts import ModelFacts
@@ -29,16 +30,10 @@ class QuantizePlan:
 
     modules: tuple[str, ...]
 
-    @property
+    @cached_property
     def weights(self) -> frozenset[str]:
         """Names of the weights in 4 bits."""
         return frozenset(f"{path}.weight" for path in self.modules)
-
-    def only(self, blocks: tuple[str, ...]) -> QuantizePlan:
-        """Restrict the plan to some blocks."""
-        return replace(
-            self, modules=tuple(path for path in self.modules if any(is_within(path, block) for block in blocks))
-        )
 
 
 def rounded_weights(
@@ -64,13 +59,10 @@ def make_quantize_plan(facts: ModelFacts, requested: Techniques) -> tuple[Quanti
 
     Raises:
         ConfigError: no linear layer of the blocks is frozen, or none of those divides into blocks of weights.
-        UnsupportedError: only facts about the model are available, not its module.
     """
     if requested.quantize_frozen == "none":
         return None, ()
     asked = f"techniques.quantize_frozen = {requested.quantize_frozen}"
-    if facts.module is None:
-        raise UnsupportedError(f"{asked}: the model itself ({facts.kind}) is not at hand")
     if facts.applied_plan(QuantizePlan) is not None:
         raise ConfigError(
             f"{asked}: layers of this {facts.kind} hold their weights in 4 bits already: leave it out, or give a model"
@@ -158,8 +150,7 @@ def quantize_companions(case: Case) -> Found:
             f"{asked} does not go with techniques.async_tensor_parallel = true, whose fused products take plain"
             f" weights. Set techniques.async_tensor_parallel = false."
         )
-    names = (clean(raw) for raw, _ in case.facts.module.named_parameters()) if case.facts.module is not None else ()
-    if any(host_of_magnitude(name) for name in names):
+    if any(host_of_magnitude(p.name) for p in case.facts.parameters):
         yield UnsupportedError(
             f"{asked} does not go with adapters.kind = dora, which takes the lengths of a plain weight's rows. Set"
             f" adapters.kind = lora, or techniques.quantize_frozen = none."

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwright.core.axes import WORLD_AXES, Axis
-from meshwright.core.parts import is_plain, ranges
-from meshwright.introspection.facts import ModelFacts, ParameterFact
+from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import own_tokens_of, resolved
 from meshwright.planning.experts import EXPERT_AXES
 from meshwright.planning.layout import EXPERTS
 from meshwright.planning.plan import Plan
+from meshwright.planning.tensor.plan import chunk_size
 from meshwright.planning.values import Batch
 
 
@@ -37,10 +37,7 @@ def coordinates(plan: Plan, rank: int) -> dict[Axis, int]:
         rank, found[axis] = divmod(rank, plan.size(axis))
     places = {axis: found[axis] for axis in WORLD_AXES}
     if plan.experts is not None:
-        among = 0
-        for axis in EXPERTS:
-            among = among * plan.size(axis) + places[axis]
-        places[Axis.EFSDP], places[Axis.EP] = divmod(among, plan.experts.ranks)
+        places[Axis.EFSDP], places[Axis.EP] = divmod(plan.shares.position(places, EXPERTS), plan.experts.ranks)
     return places
 
 
@@ -112,18 +109,15 @@ class _Works:
         self.zeroes_sums = data.technique == "ddp" and data.sync_grad_accum is True and several
 
     def of(self, rank: int) -> Hashable:
-        plan, place = self.plan, coordinates(self.plan, rank)
-        shard = 0
-        for axis in plan.shares.shard_axes:
-            shard = shard * plan.size(axis) + place[axis]
+        plan, place, shares = self.plan, coordinates(self.plan, rank), self.plan.shares
         stage, tensor, length = place[Axis.PP], place[Axis.TP], own_tokens_of(plan, self.batch)[place[Axis.CP]]
         if plan.tensor is not None and plan.tensor.sequence_parallel:  # tokens between blocks, padding left out
-            length = _chunk(length, tensor, plan.tensor.ranks)
+            length = chunk_size(length, tensor, plan.tensor.ranks)
         return (
             stage,
             place[Axis.CP],
             length,
-            self.shapes(stage, tensor, shard, place.get(Axis.EFSDP, 0)),
+            self.shapes(stage, tensor, shares.position(place, shares.shard_axes), place.get(Axis.EFSDP, 0)),
             tensor == 0 and self.has_adapters,
             place[Axis.DP_REPLICATE] == 0 and self.zeroes_sums,
         )
@@ -131,7 +125,8 @@ class _Works:
     def _shapes(self, stage: int, tensor: int, shard: int, expert_shard: int) -> Hashable:
         """Return the shapes of dense parameters where they are gathered, of this rank's shards of them, and of its
         shards of experts."""
-        experts, pipeline, shards = self.plan.experts, self.plan.pipeline, self.plan.shares.shards
+        experts, pipeline, cuts = self.plan.experts, self.plan.pipeline, self.plan.tensor
+        shards = self.plan.shares.shards
         dense, stacks = set(), set()
         for p in self.facts.parameters:
             names, stages = (p.name, *p.aliases), (0,) if pipeline is None else pipeline.stages_on(stage)
@@ -139,27 +134,9 @@ class _Works:
                 continue
             if experts is not None and experts.has(p.name):
                 local, dim = list(experts.local_shape(p.shape)), experts.sharded_dim(p.shape)
-                local[dim] = _chunk(local[dim], expert_shard, experts.shards)
+                local[dim] = chunk_size(local[dim], expert_shard, experts.shards)
                 stacks.add(tuple(local))
             else:
-                shape = self._cut(p, tensor)
-                dense.add((shape, (_chunk(shape[0], shard, shards), *shape[1:]) if shape else shape))
+                shape = p.shape if cuts is None else cuts.local_shape(p.name, p.shape, tensor)
+                dense.add((shape, (chunk_size(shape[0], shard, shards), *shape[1:]) if shape else shape))
         return tuple(sorted(dense)), tuple(sorted(stacks))
-
-    def _cut(self, parameter: ParameterFact, rank: int) -> tuple[int, ...]:
-        tensor, shape = self.plan.tensor, parameter.shape
-        cut = None if tensor is None else tensor.cut_of(parameter.name, shape)
-        if tensor is None or cut is None:
-            return shape
-        dim, parts = cut
-        if is_plain(parts, tensor.ranks) and not parts[0].fits(tensor.ranks):
-            size = _chunk(shape[dim], rank, tensor.ranks)
-        else:
-            size = sum(high - low for low, high in ranges(parts, rank, tensor.ranks))
-        return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _chunk(size: int, rank: int, ranks: int) -> int:
-    """Return the size of a rank's part, as torch.chunk cuts."""
-    share = -(-size // ranks)
-    return max(0, min(share, size - rank * share))

@@ -18,7 +18,7 @@ from meshwright.planning.techniques import Techniques
 from meshwright.planning.tensor.plan import TensorPlan
 from meshwright.planning.values import Case, Found, no_blocks
 
-# --- choose the modules to recompute, and those that send again
+# --- choose the modules to recompute
 
 KEPT = ("attention", "matmuls", "collectives", "topk")
 """Names of groups of operators whose results selective_op can save."""
@@ -53,13 +53,8 @@ def checkpointed_modules(facts: ModelFacts, requested: Techniques) -> tuple[str,
 
 def modules_of_blocks(facts: ModelFacts) -> list[str]:
     """List the paths of the repeated blocks and of all modules inside them."""
-    names = (clean(name) for name, _ in facts.module.named_modules()) if facts.module is not None else facts.blocks
+    names = (clean(name) for name, _ in facts.module.named_modules())
     return [name for name in names if any(is_within(name, block) for block in facts.blocks)]
-
-
-def sent_again(mode: str, checkpointed: tuple[str, ...], keep: tuple[str, ...]) -> tuple[str, ...]:
-    """List the checkpointed modules whose recomputed forward sends its messages again in backward."""
-    return () if mode == "offload" or "collectives" in keep else checkpointed
 
 
 # --- find the operators whose results a selective recomputation can save, by name
@@ -223,7 +218,7 @@ def _modules_fit(case: Case) -> Found:
                 inside |= {
                     path: f"layout.tp = {layout.tp}" for path in parts if path[len(block) + 1 :] not in whole - {""}
                 }
-    if layout.ep > 1 and facts.module is not None:
+    if layout.ep > 1:
         stacks = find_stacks(facts.module)
         inside |= {
             path: f"layout.ep = {layout.ep}" for path in chosen for s in stacks if path != s and is_within(path, s)
@@ -246,7 +241,7 @@ def checkpointing_companions(case: Case) -> Found:
                 " compiled block keeps: compiled blocks are needed. Set techniques.compile = true, or use selective_op."
             )
         names = modules_of_blocks(case.facts)
-        modules = case.facts.module.named_modules() if case.facts.module is not None else ()
+        modules = case.facts.module.named_modules()
         drops = (clean(name) for name, layer in modules if isinstance(layer, DROPOUTS) and layer.p > 0)
         if (dropout := next((name for name in drops if name in names), None)) is not None:
             yield UnsupportedError(

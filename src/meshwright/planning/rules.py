@@ -15,7 +15,7 @@ from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.context.plan import context_companions, refuse_shorter
 from meshwright.planning.data import Holding, apart, units_fit, without_skipped, zero_fits
 from meshwright.planning.experts import experts_companions, experts_fit, own_loss_of_experts, stacked_adapters
-from meshwright.planning.float8 import RECIPES, float8_companions, float8_gathering, float8_requested
+from meshwright.planning.float8 import float8_companions, float8_gathering, float8_requested
 from meshwright.planning.layout import SHARDS, shares_of
 from meshwright.planning.optimizer import optimizer_fits
 from meshwright.planning.pipeline.plan import check_microbatches, pipeline_companions, pipeline_requested
@@ -41,15 +41,13 @@ from meshwright.planning.tensor.make import (
 )
 from meshwright.planning.values import Batch, Case, Found, PrecisionPlan, no_blocks
 
+_WORDS = {key: get_args(kind) for key, kind in get_type_hints(Techniques).items()}
 LEGAL = {
-    "data_parallel": ("auto", "ddp", "fully_shard"),
-    "zero_stage": ("auto", 0, 1, 2, 3),
+    **{key: _WORDS[key] for key in ("data_parallel", "zero_stage")},
     "sync_grad_accum": (False, True, "shard"),
-    "activation_checkpointing": get_args(get_type_hints(Techniques)["activation_checkpointing"]),
-    "float8": ("none", *RECIPES),
-    "quantize_frozen": get_args(get_type_hints(Techniques)["quantize_frozen"]),
+    **{key: _WORDS[key] for key in ("activation_checkpointing", "float8", "quantize_frozen")},
     "cpu_offload": (False, True, "optimizer"),
-    "optimizer_state": get_args(get_type_hints(Techniques)["optimizer_state"]),
+    "optimizer_state": _WORDS["optimizer_state"],
 }
 """Legal values by technique; a config is checked when read, a Techniques made in code only by this table."""
 

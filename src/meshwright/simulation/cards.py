@@ -64,7 +64,6 @@ class Device:
         host_operator_s: seconds of the host per operator that it launches.
         context_bytes: memory that the driver takes in each process.
         attention: speeds of attention kernels by name.
-        source: where the figures are from.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Device:
     context_bytes: float = 0.0
     sold_gb: int = 0
     attention: Mapping[str, AttentionSpeed] = field(default_factory=dict)
-    source: str = ""
 
     def speed(self, dtype: str) -> float:
         """Return the FLOP/s of large products in ``dtype``.
@@ -169,14 +167,12 @@ class Link:
         bandwidth: bytes per second and device in each direction, by the data sheet or measured.
         latency_s: seconds of an empty message, of one step of a ring.
         efficiency: fraction of the bandwidth that large collectives reach.
-        source: where the figures are from.
     """
 
     name: str
     bandwidth: float
     latency_s: float
     efficiency: float = 0.8
-    source: str = ""
 
     @property
     def speed(self) -> float:
@@ -346,14 +342,13 @@ def device(name: str) -> Device:
         host_operator_s=sheet.get("host_operator_s", Device.host_operator_s),
         context_bytes=sheet["context"],
         attention={kernel: AttentionSpeed(*speeds) for kernel, speeds in sheet["attention"].items()},
-        source=sheet["source"],
     )
 
 
 def link(kind: str, bandwidth: float) -> Link:
     """Return a link of a kind that is known, such as infiniband, with this many bytes per second and direction."""
     row = sheets()["links"][kind]
-    return Link(kind, bandwidth, row["latency_s"], row["efficiency"], row["source"])
+    return Link(kind, bandwidth, row["latency_s"], row["efficiency"])
 
 
 def link_across(text: str) -> Link:

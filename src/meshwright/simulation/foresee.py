@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any
 
-from meshwright.core.config import is_unset, unset
+from meshwright.core.config import is_unset
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.blocks import Hints
@@ -52,16 +52,16 @@ FASTER = 0.98
 """Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
 """The layout that states no size."""
-CHOSEN = (
-    "activation_checkpointing",
-    "loss_chunks",
-    "reshard_after_forward",
-    "sync_grad_accum",
-    "pipeline_schedule",
-    "layers_per_stage",
-    "pipeline_cuts",
-)
-"""Techniques that a search chooses where the request does not state them."""
+CHOSEN = {
+    "recompute": "activation_checkpointing",
+    "loss_chunks": "loss_chunks",
+    "reshard": "reshard_after_forward",
+    "sync_grad_accum": "sync_grad_accum",
+    "schedule": "pipeline_schedule",
+    "layers_per_stage": "layers_per_stage",
+    "pipeline_cuts": "pipeline_cuts",
+}
+"""Key of a pin -> technique that a search chooses where the request does not state it."""
 
 REMEDIES: tuple[tuple[str, Any], ...] = (
     ("batch.microbatch", 1),
@@ -343,8 +343,7 @@ class _Question:
         def is_open(key: str) -> bool:
             if key == "batch.microbatch":
                 return not self.batch.microbatch_rows
-            stated, usual = (attrgetter(key.removeprefix("techniques."))(t) for t in (self.techniques, DEFAULTS))
-            return is_unset(stated) if is_unset(usual) else stated == usual
+            return not _is_stated(self.techniques, key.removeprefix("techniques."))
 
         limit, usable = self._machines(world).device.memory_bytes, [one for one in REMEDIES if is_open(one[0])]
         enough = next((usable[:n] for n in range(1, len(usable) + 1) if memory(usable[:n]) <= limit), [])
@@ -396,7 +395,7 @@ class _Question:
 
     def _freed(self, legal: Legal) -> list[Proposal]:
         """Return the fastest legal layouts where switches that the request states are searched too."""
-        free = replace(self.techniques, **{key: getattr(DEFAULTS, key) for key in CHOSEN})
+        free = replace(self.techniques, **{key: getattr(DEFAULTS, key) for key in CHOSEN.values()})
         pins = (*self.pins, *self._implied(free))
         return legal_among(search(self._searchable(free), pins).best, free, legal)[0]
 
@@ -408,27 +407,25 @@ class _Question:
         return f"Without {', '.join(map(str, kept))} this fits: {found[0]}. "
 
 
+def _is_stated(techniques: Techniques, key: str) -> bool:
+    stated, usual = (attrgetter(key)(one) for one in (techniques, DEFAULTS))
+    return not is_unset(stated) if is_unset(usual) else stated != usual
+
+
 def _kept(techniques: Techniques, batch: Batch, pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
     """Return what a request states of the switches that a search chooses.
 
     Raises:
         ConfigError: a pin says otherwise.
     """
-    t = techniques
-    stated: list[tuple[str, str, Any]] = [
-        ("microbatch", "batch.microbatch", batch.microbatch_rows or unset(0)),
-        ("recompute", "techniques.activation_checkpointing", t.activation_checkpointing),
-        ("loss_chunks", "techniques.loss_chunks", t.loss_chunks),
-        ("reshard", "techniques.reshard_after_forward", t.reshard_after_forward),
-        ("sync_grad_accum", "techniques.sync_grad_accum", t.sync_grad_accum),
-        ("schedule", "techniques.pipeline_schedule", t.pipeline_schedule),
-        ("layers_per_stage", "techniques.layers_per_stage", t.layers_per_stage or unset(0)),
-        ("pipeline_cuts", "techniques.pipeline_cuts", list(t.pipeline_cuts) or unset(0)),
-    ]
+    rows = batch.microbatch_rows
+    stated: list[tuple[str, str, Any]] = [("microbatch", "batch.microbatch", rows)] if rows else []
+    for key, name in CHOSEN.items():
+        if _is_stated(techniques, name):
+            value = getattr(techniques, name)
+            stated.append((key, f"techniques.{name}", list(value) if isinstance(value, tuple) else value))
     kept = []
     for key, name, value in stated:
-        if is_unset(value) or value == "auto":
-            continue
         kept.append(Pin(key, "=", str(value).lower() if isinstance(value, bool) else str(value)))
         for pin in pins:
             if pin.key == key and not (pin.value == kept[-1].value if key in WORDS else pin.holds({key: value})):

@@ -43,13 +43,13 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     """Describe a model by the dims of its parameters and the numbers that its config states."""
     dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
     # the width of the residual stream: as stated, else the commonest dim of the blocks' weights
-    hidden = _stated(facts, *WIDTH) or (max(set(dims), key=dims.count) if dims else 1)
+    hidden = stated(facts.module, *WIDTH) or (max(set(dims), key=dims.count) if dims else 1)
     core = None
-    if facts.attentions and (heads := _stated(facts, *HEADS)):
-        size = _stated(facts, "qk_head_dim", "head_dim") or hidden // heads
-        values, window = _stated(facts, "v_head_dim") or size, _stated(facts, "sliding_window") or 0
-        core = AttentionShape(heads, _stated(facts, *KEY_HEADS) or heads, size, values, window)
-    stacks = {} if facts.module is None else {path: stack.experts for path, stack in find_stacks(facts.module).items()}
+    if facts.attentions and (heads := stated(facts.module, *HEADS)):
+        size = stated(facts.module, "qk_head_dim", "head_dim") or hidden // heads
+        values, window = stated(facts.module, "v_head_dim") or size, stated(facts.module, "sliding_window") or 0
+        core = AttentionShape(heads, stated(facts.module, *KEY_HEADS) or heads, size, values, window)
+    stacks = {path: stack.experts for path, stack in find_stacks(facts.module).items()}
     kinds: dict[tuple, BlockShape] = {}
     blocks = []
     for path in facts.blocks:
@@ -65,10 +65,6 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     if not blocks:  # nothing repeats: all products are one block
         blocks = [_block(facts, "", facts.parameters, hidden, None, stacks)]
     return Architecture(facts.kind, tuple(blocks), vocab, tied=len(heads) < 2)
-
-
-def _stated(facts: ModelFacts, *keys: str) -> int | None:
-    return None if facts.module is None else stated(facts.module, *keys)
 
 
 def _block(
@@ -92,7 +88,7 @@ def _block(
             stacked += [first] if first.columns else []
         elif len(p.shape) == 2 and min(p.shape) > 1:
             columns, depth = p.shape
-            if columns in {*stacks.values(), _stated(facts, *EXPERTS)} and depth == hidden:
+            if columns in {*stacks.values(), stated(facts.module, *EXPERTS)} and depth == hidden:
                 continue  # the router, which counts with its experts
             inside = any(is_within(p.name, a) for a in attends)
             cut = "row" if columns == hidden and depth != hidden else "column"
@@ -105,7 +101,7 @@ def _block(
     mixture = None
     if stacked:
         inner = min((dim for p in stacked for dim in (p.depth, p.columns) if dim != hidden), default=hidden)
-        top_k = _stated(facts, *TOP_K)
+        top_k = stated(facts.module, *TOP_K)
         if top_k is None:
             raise ConfigError(
                 f"a forecast of {facts.kind} needs the number of experts that a token goes to, and its config states"
@@ -113,8 +109,10 @@ def _block(
                 f" types.SimpleNamespace({TOP_K[0]}=2)"
             )
         mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
-    if core is None and attends and facts.module is not None:
-        core = _core_of(facts.module.get_submodule(attends[0]))
+    module = facts.module.get_submodule(attends[0]) if attends else None
+    if core is None and isinstance(module, nn.MultiheadAttention):  # torch's own states its heads
+        size = module.embed_dim // module.num_heads
+        core = AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
     return BlockShape(
         hidden,
         tuple(products),
@@ -130,8 +128,8 @@ def _among_experts(facts: ModelFacts, p: ParameterFact, block: str) -> tuple[int
     """Return the number of experts that a weight is of and one expert's product, for experts that no stack holds: rows
     of all in two dims, a third dim, or a list of modules, which has columns for its first expert alone; else None.
     """
-    number, parts = _stated(facts, *EXPERTS) or 1, p.name.split(".")
-    if number < 2 or facts.module is None or not block or len(p.shape) < 2:
+    number, parts = stated(facts.module, *EXPERTS) or 1, p.name.split(".")
+    if number < 2 or not block or len(p.shape) < 2:
         return None
     if len(p.shape) == 3 and p.shape[0] == number:
         return number, Product(p.shape[2], p.shape[1])
@@ -144,14 +142,6 @@ def _among_experts(facts: ModelFacts, p: ParameterFact, block: str) -> tuple[int
     if counts and p.shape[0] % number == 0 and p.shape[0] > number:
         return number, Product(p.shape[1], p.shape[0] // number)
     return None
-
-
-def _core_of(module: nn.Module) -> AttentionShape | None:
-    """Return the heads of torch's own attention module; None for others."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return None
-    size = module.embed_dim // module.num_heads
-    return AttentionShape(module.num_heads, module.num_heads, size, size, causal=False)
 
 
 def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniques) -> Iterator[str]:
@@ -172,7 +162,7 @@ def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniqu
             " across tokens beside their weights' products, such as attention's or a state-space layer's scan, is left"
             f" out. Heads are read from model.config, which may be types.SimpleNamespace({HEADS[0]}=8)."
         )
-    number = _stated(facts, *EXPERTS) or 1
+    number = stated(facts.module, *EXPERTS) or 1
     if number > 1 and not any(shape.experts for shape in shapes):
         yield f"the config states {number} experts, and none were found: every token is counted through all parameters."
 

@@ -160,10 +160,50 @@ class MachineProfile:
             raise ConfigError(f"the profile of {self.name} has no products in {dtype}. Legal are {legal}.")
         return found
 
+    def attention_curve(self, dtype: str, direction: str, head_dim: int) -> SecondsCurve:
+        """Return the seconds of one head and row by tokens, for the nearest head dim that was measured."""
+        wide = [int(key.split()[2]) for key in self.attention if key.startswith(f"{dtype} {direction} ")]
+        if not wide:
+            raise ConfigError(f"the profile of {self.name} has no attention in {dtype}")
+        nearest = min(wide, key=lambda dim: abs(math.log(dim / head_dim)))
+        scale = head_dim / nearest
+        points = self.attention[f"{dtype} {direction} {nearest}"]
+        return SecondsCurve(tuple((size, seconds * scale) for size, seconds in points), power=2.0)
+
+    @cached_property
+    def _message_curves(self) -> dict[tuple[str, int], SecondsCurve]:
+        split = ((key.split(), points) for key, points in self.messages.items())
+        return {(kind, int(ranks)): SecondsCurve(points) for (kind, ranks), points in split}
+
     @property
     def group_sizes(self) -> list[int]:
         """Sizes of groups whose messages were measured, ascending."""
-        return sorted({int(key.split()[1]) for key in self.messages})
+        return sorted({ranks for _, ranks in self._message_curves})
+
+    def message_s(self, kind: str, moved: float, ranks: int) -> float:
+        """Return the seconds of a message with ``moved`` bytes on its larger side.
+
+        Between sizes of groups that were measured, and beyond the largest, the law of a ring holds: each of its steps
+        has the same latency, and a link carries (1 - 1/ranks) of the bytes.
+
+        Raises:
+            ConfigError: the profile has no messages, since one rank alone was measured.
+        """
+        if ranks < 2:
+            return 0.0
+        sizes = sorted(size for one, size in self._message_curves if one == kind)
+        if not sizes:
+            raise ConfigError(
+                f"the profile of {self.name} was measured on {self.ranks} rank, without messages: measure with"
+                f" --ranks 2 or more, or ask about one GPU"
+            )
+        nearest = min(sizes, key=lambda size: (abs(math.log(size / ranks)), size))
+        curve = self._message_curves[kind, nearest]
+        if nearest == ranks or kind == "send":
+            return curve.seconds(moved)
+        steps, share = (ranks - 1) / (nearest - 1), (1 - 1 / ranks) / (1 - 1 / nearest)
+        least = min(curve.least, curve.seconds(moved))
+        return steps * least + share * (curve.seconds(moved) - least)
 
 
 def to_json(profile: MachineProfile) -> str:
@@ -249,18 +289,12 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
 class MeasuredDevice(Device):
     """A device whose operators cost what a profile says, while all ranks of its host compute in ``dtype``."""
 
-    profile: MachineProfile | None = None
+    profile: MachineProfile = field(kw_only=True)
     dtype: str = "float32"
-
-    @cached_property
-    def curves(self) -> ProfileCurves:
-        assert self.profile is not None
-        return ProfileCurves(self.profile)
 
     @property
     def _shared(self) -> float:
         """Factor of a rank's seconds where all ranks of a host compute."""
-        assert self.profile is not None
         return 1 / self.profile.crowding[-1]
 
     def product_s(
@@ -268,94 +302,38 @@ class MeasuredDevice(Device):
     ) -> float:
         """Return the seconds of ``number`` products, one after the other, at the speed of the three layouts' mean."""
         ways = ("nt", "nn", "tn")
-        seconds = [self.curves.product_s(rows, columns, depth, dtype, way) for way in ways]
+        seconds = [self.profile.grid(dtype, way).product_s(rows, columns, depth) for way in ways]
         return number * self._shared * math.fsum(seconds) / len(ways)
 
     def traffic_s(self, moved: float) -> float:
         """Return the seconds in which elementwise operators read and write ``moved`` bytes."""
-        size, seconds = self.curves.traffic["pointwise"].points[-1]
+        size, seconds = self.profile.traffic["pointwise"][-1]
         return self._shared * moved * seconds / size
 
     def attention_s(self, flops: float, kernel: str, *, backward: bool, head_dim: int) -> float:
         """Return the seconds of fused attention, at the speed that the longest measured rows have."""
         direction = "backward" if backward else "forward"
-        seq, seconds = self.curves.attention(self.dtype, direction, head_dim).points[-1]
+        seq, seconds = self.profile.attention_curve(self.dtype, direction, head_dim).points[-1]
         measured = (2.5 if backward else 1.0) * 2.0 * seq * seq * head_dim
         return self._shared * flops * seconds / measured
-
-
-class ProfileCurves:
-    """The curves of a profile, ready to be asked."""
-
-    def __init__(self, profile: MachineProfile):
-        self.profile = profile
-        self.traffic = {kind: SecondsCurve(points) for kind, points in profile.traffic.items()}
-        self._optimizer = {way: SecondsCurve(points) for way, points in profile.optimizer.items()}
-        self._messages: dict[tuple[str, int], SecondsCurve] = {}
-        for key, points in profile.messages.items():
-            kind, ranks = key.split()
-            self._messages[kind, int(ranks)] = SecondsCurve(points)
-
-    def product_s(self, rows: float, columns: float, depth: float, dtype: str, layout: str) -> float:
-        """Return the seconds of one product whose operands lie as ``layout`` says."""
-        return self.profile.grid(dtype, layout).product_s(rows, columns, depth)
-
-    def attention(self, dtype: str, direction: str, head_dim: int) -> SecondsCurve:
-        """Return the seconds of one head and row by tokens, for the nearest head dim that was measured."""
-        wide = [int(key.split()[2]) for key in self.profile.attention if key.startswith(f"{dtype} {direction} ")]
-        if not wide:
-            raise ConfigError(f"the profile of {self.profile.name} has no attention in {dtype}")
-        nearest = min(wide, key=lambda dim: abs(math.log(dim / head_dim)))
-        points = self.profile.attention[f"{dtype} {direction} {nearest}"]
-        scale = head_dim / nearest
-        return SecondsCurve(tuple((size, seconds * scale) for size, seconds in points), power=2.0)
-
-    def optimizer_s(self, way: str, elements: float) -> float:
-        """Return AdamW's seconds for a parameter."""
-        return self._optimizer[way].seconds(elements)
-
-    def message_s(self, kind: str, moved: float, ranks: int) -> float:
-        """Return the seconds of a message with ``moved`` bytes on its larger side.
-
-        Between sizes of groups that were measured, and beyond the largest, the law of a ring holds: each of its steps
-        has the same latency, and a link carries (1 - 1/ranks) of the bytes.
-
-        Raises:
-            ConfigError: the profile has no messages, since one rank alone was measured.
-        """
-        if ranks < 2:
-            return 0.0
-        sizes = sorted(size for one, size in self._messages if one == kind)
-        if not sizes:
-            raise ConfigError(
-                f"the profile of {self.profile.name} was measured on {self.profile.ranks} rank, without messages:"
-                f" measure with --ranks 2 or more, or ask about one GPU"
-            )
-        nearest = min(sizes, key=lambda size: (abs(math.log(size / ranks)), size))
-        curve = self._messages[kind, nearest]
-        if nearest == ranks or kind == "send":
-            return curve.seconds(moved)
-        steps, share = (ranks - 1) / (nearest - 1), (1 - 1 / ranks) / (1 - 1 / nearest)
-        least = min(curve.least, curve.seconds(moved))
-        return steps * least + share * (curve.seconds(moved) - least)
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredMachines(Machines):
     """Equal hosts like the one that was measured."""
 
-    curves: ProfileCurves = field(kw_only=True)
+    profile: MachineProfile = field(kw_only=True)
 
     def gather_s(self, moved: float, group: Group) -> float:
         """Return the mean of an all-gather and a reduce-scatter, whose sum is what a step spends."""
         kinds = ("all_gather", "reduce_scatter")
-        return sum(self.curves.message_s(kind, moved, group.size) for kind in kinds) / len(kinds) if moved > 0 else 0.0
+        return sum(self.profile.message_s(kind, moved, group.size) for kind in kinds) / len(kinds) if moved > 0 else 0.0
 
     def reduce_s(self, moved: float, group: Group) -> float:
-        return self.curves.message_s("all_reduce", moved, group.size) if moved > 0 else 0.0
+        return self.profile.message_s("all_reduce", moved, group.size) if moved > 0 else 0.0
 
     def send_s(self, moved: float, stride: int) -> float:
-        return self.curves.message_s("send", moved, 2)
+        return self.profile.message_s("send", moved, 2)
 
 
 def computing_in(machines: Machines, dtype: str) -> Machines:
@@ -373,9 +351,8 @@ def measured_machines(profile: MachineProfile, gpus: int, per_node: int = 0) -> 
     per_node = per_node or profile.per_node
     if gpus < 1 or per_node < 1:
         raise ConfigError(f"--gpus {gpus} --per-node {per_node}: there is at least 1 of each")
-    curves = ProfileCurves(profile)
     if gpus > 1:
-        curves.message_s("all_gather", 1.0, gpus)
+        profile.message_s("all_gather", 1.0, gpus)
     dtypes = dict.fromkeys(key.split()[0] for key in profile.products)
     size, seconds = profile.traffic["pointwise"][-1]
     device = MeasuredDevice(
@@ -388,17 +365,16 @@ def measured_machines(profile: MachineProfile, gpus: int, per_node: int = 0) -> 
         bandwidth_efficiency=1.0,
         kernel_s=0.0,
         host_operator_s=profile.host["elementwise"] + profile.host["autograd"],
-        source=f"measured on {profile.date} with torch {profile.torch}",
         profile=profile,
     )
-    if gpus < 2:
-        link = Link("none", 1e12, 0.0, 1.0, "one device sends nothing")
+    if gpus < 2:  # one device sends nothing
+        link = Link("none", 1e12, 0.0, 1.0)
     else:  # what an all-to-all says of the way between two ranks
         large, ranks = 2.0**24, profile.group_sizes[0]
-        latency = curves.message_s("all_to_all", 1.0, ranks)
-        seconds = max(curves.message_s("all_to_all", large, ranks) - latency, 1e-9)
-        link = Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0, "measured")
-    return MeasuredMachines(device, gpus, min(per_node, gpus), link, link, launch_s=0.0, curves=curves)
+        latency = profile.message_s("all_to_all", 1.0, ranks)
+        seconds = max(profile.message_s("all_to_all", large, ranks) - latency, 1e-9)
+        link = Link("measured", large * (1 - 1 / ranks) / seconds, latency, 1.0)
+    return MeasuredMachines(device, gpus, min(per_node, gpus), link, link, launch_s=0.0, profile=profile)
 
 
 def notes(profile: MachineProfile, gpus: int) -> list[str]:

@@ -45,7 +45,7 @@ class StageSeconds:
 
 
 def schedule_of(job: Job) -> PipelineSchedule:
-    """Return the order of all ranks' actions in a job's step."""
+    """Return the order of all ranks' actions in a job's step; without a pipeline, of 1F1B on one rank."""
     if job.schedule.endswith(".csv"):
         return read_schedule(job.schedule)
     return _built(job.schedule, job.layout.pp, job.microbatches, job.execution.stages_per_rank)
@@ -58,7 +58,7 @@ def _built(schedule: str, ranks: int, microbatches: int, per_rank: int) -> Pipel
 
 
 def pipeline_spans(job: Job, stages: StageSeconds) -> list[list[tuple[Action, float, float]]]:
-    """Return for each pipeline rank its actions in order, with their begin and end."""
+    """Return for each pipeline rank, or the only one, its actions in order, with their begin and end."""
     order = wait_order(schedule_of(job))
     seconds = [stages.of(work)[stage] for stage, work, _ in order.actions]
     lanes: list[list[tuple[Action, float, float]]] = [[] for _ in range(order.lanes)]

@@ -277,14 +277,13 @@ class Found:
         best: candidates that fit, fastest first.
         front: candidates of which no other is both faster and smaller, fastest first.
         smallest: the candidate with the least memory, whether it fits or not.
-        tried, passed: number of candidates that were compared, and of groups of them that bounds left out.
+        tried: number of candidates that were compared.
     """
 
     best: list[Candidate] = field(default_factory=list)
     front: list[Candidate] = field(default_factory=list)
     smallest: Candidate | None = None
     tried: int = 0
-    passed: int = 0
 
 
 def search(
@@ -304,17 +303,16 @@ def search(
     found, chosen = Found(), _Chosen(keep)
     smallest: _TooLarge | None = None
     limit = base.machines.device.memory_bytes
-    groups = sorted(_groups(base, pins, found, progress, usual=usual), key=lambda entry: entry[:2])
+    groups = sorted(_groups(base, pins, progress, usual=usual), key=lambda entry: entry[:2])
     for bound, _, group, least in groups:
         chosen.judge_up_to(bound)
         if chosen.is_beaten(bound, least):
-            found.passed += 1
             continue
         for least_s, shards in group.variants(base, pins, bound):
             for job in shards:
                 found.tried += 1
                 bounds = rising_memory(job, group.saved)
-                if any(chosen.refuses(least_s, (memory := bound).total, limit) for bound in bounds):
+                if any((memory := bound).total > limit or chosen.is_beaten(least_s, memory.total) for bound in bounds):
                     smallest = _smaller(smallest, group, job, memory, limit)
                     break  # fewer shards need more
                 chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
@@ -354,10 +352,6 @@ class _Chosen:
             return True
         return any(c.time.seconds <= seconds and c.memory.total <= size for c in self.front)
 
-    def refuses(self, seconds: float, size: float, limit: float) -> bool:
-        """Return whether a candidate does not fit, or is of no interest."""
-        return size > limit or self.is_beaten(seconds, size)
-
     def add(self, seconds: float, number: int, group: _Group, job: Job, memory: StepMemory) -> None:
         """Let a candidate wait that takes so long at least."""
         heapq.heappush(self._waiting, (seconds, number, job.layout.pp == 1, group, job, memory))
@@ -380,7 +374,7 @@ class _Chosen:
 
 
 def _groups(
-    base: Job, pins: tuple[Pin, ...], found: Found, progress: Progress | None, *, usual: bool
+    base: Job, pins: tuple[Pin, ...], progress: Progress | None, *, usual: bool
 ) -> Iterator[tuple[float, int, _Group, float]]:
     """Yield (bound of the time, number, group, bound of the memory) of all groups whose states fit."""
     known: dict[tuple, tuple[Kinds, SavedBytes]] = {}
@@ -392,7 +386,6 @@ def _groups(
         if progress is not None:
             progress(place / len(fitting))
         if least > max(base.machines.device.memory_bytes, smallest):
-            found.passed += 1
             continue
         layout = mesh.layout(mesh.data)
         for microbatch in microbatches(base, mesh, pins):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planning.pipeline.schedule import Action, PipelineSchedule, Work
+from meshwright.planning.pipeline.schedule import Action, Work
 from meshwright.simulation.job import Job
 from meshwright.simulation.pipeline import moments_on, pipeline_spans, schedule_of
 from meshwright.simulation.step_memory import HeldBytes, SavedBytes, StepMemory
@@ -92,13 +92,7 @@ def step_timeline(job: Job, time: StepTime | None = None) -> StepTimeline:
     """Lay a job's step out in time; the last lane's end is the forecast of the step."""
     kinds, time = Kinds(job), time or step_time(job)
     slow, seconds = job.execution.straggler, stage_seconds(job, kinds)
-    if job.layout.pp > 1:
-        lanes = pipeline_spans(job, seconds)
-    else:
-        lanes, now = [[]], 0.0
-        for action in _order(job).ranks[0]:
-            begin, now = now, now + seconds.of(action.work)[0]
-            lanes[0].append((action, begin, now))
+    lanes = pipeline_spans(job, seconds)
     spans = [[(action, begin * slow, end * slow) for action, begin, end in lane] for lane in lanes]
     ended = max(end for lane in spans for _, _, end in lane)
     last = [LaneBar(LaneUse.DATA, ended, ended + time.costs.get(Cost.DATA, 0.0))]
@@ -121,14 +115,6 @@ def step_timeline(job: Job, time: StepTime | None = None) -> StepTimeline:
         part = min(1.0, time.hidden_s / whole) if whole else 0.0
         beside = (tuple(LaneBar(LaneUse.HIDDEN, b.begin, b.begin + part * (b.end - b.begin)) for b in over if part),)
     return StepTimeline(last[-1].end if last else ended, tuple(work), beside, tuple(map(tuple, spans)))
-
-
-def _order(job: Job) -> PipelineSchedule:
-    """Return the order of a step's actions; without a pipeline, each microbatch's forward and backward."""
-    if job.layout.pp > 1:
-        return schedule_of(job)
-    one = tuple(Action(0, work, m) for m in range(job.microbatches) for work in (Work.FORWARD, Work.BACKWARD))
-    return PipelineSchedule("", (one,), (0,), job.microbatches)
 
 
 def _exposed(job: Job, kinds: Kinds) -> dict[Work, list[float]]:
@@ -165,7 +151,7 @@ def memory_over_step(job: Job, memory: StepMemory, timeline: StepTimeline) -> Me
     """
     rank = memory.rank
     held = HeldBytes.of(job, rank, SavedBytes(job))
-    spans, moments = timeline.spans[rank], moments_on(_order(job), rank)
+    spans, moments = timeline.spans[rank], moments_on(schedule_of(job), rank)
     points: list[tuple[float, float, float, bool]] = []  # (seconds, activations, logits, whether gradients are there)
     has_gradients, before = False, 0.0
     for (action, begin, end), (first, last) in zip(spans, moments, strict=True):

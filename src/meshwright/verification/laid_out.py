@@ -33,7 +33,7 @@ from meshwright.introspection.source import as_module, builder_of
 from meshwright.introspection.structure.experts import RouterLogits, stack_paths
 from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
-from meshwright.verification.routes import Replay, Routes, converted, in_4_bits, noting
+from meshwright.verification.routes import Replay, Routes, noting, rounded
 
 from .problem import Batch, Parallelize, Problem, count, divisors, labels_of, without_dropout
 
@@ -226,7 +226,7 @@ def build(problem: Problem, *, dropout: bool = False, weights: Weights | None = 
     frozen = [re.compile(pattern) for pattern in problem.techniques.get("freeze", ())]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not any(pattern.search(clean(name)) for pattern in frozen))
-    model = in_4_bits(converted(model, problem), problem)
+    model = rounded(model, problem)
     return model.eval() if problem.evaluating else model
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from meshwright.core.errors import ConfigError, import_object
 from meshwright.core.losses import PADDING
 from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
-from meshwright.introspection.blocks import Hinted, Hints
+from meshwright.introspection.blocks import Hints, built_with
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.images import (
     IMAGE_KEYS,
@@ -214,7 +215,7 @@ class Problem:
             # grouped kernels take no float64; in other dtypes as training computes
             model = replace(model, experts="eager")
         elif self.hints is not None and callable(model):
-            model = Hinted(model, self.hints)
+            model = partial(built_with, self.hints, model)
         asked = {key: value for key, value in self.techniques.items() if key == "adapters" and value is not None}
         return with_adapters(model, as_techniques(asked).adapters)
 

@@ -28,8 +28,7 @@ from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
 from meshwright.introspection.structure.experts import asked_for, find_stacks
 from meshwright.models.layers import is_recomputing
-from meshwright.planning.float8 import make_float8_plan
-from meshwright.planning.quantize import make_quantize_plan
+from meshwright.planning.quantize import rounded_weights
 from meshwright.planning.techniques import as_techniques
 from meshwright.verification.problem import Problem
 
@@ -191,7 +190,7 @@ class Replay(TorchFunctionMode):
         return torch.return_types.topk((values, indices))  # type: ignore[attr-defined]
 
 
-# --- convert the oracle to float8 with plain torchao, and count the products in float8 of any implementation
+# --- round the oracle to 4 bits, and to float8 by plain torchao, and count the products in float8 of an implementation
 
 Products = dict[str, int]
 """Results of products with operands in float8 → number of multiplications.
@@ -205,18 +204,24 @@ GIVES = {
 """Result of a product, by the roles of its operands."""
 
 
-def converted(model: nn.Module, problem: Problem) -> nn.Module:
-    """Convert in place the linear layers that a problem's techniques name, and return the model."""
-    planned, _ = make_float8_plan(model_facts(model), as_techniques(problem.requested), "cpu")
-    if planned is None:
+def rounded(model: nn.Module, problem: Problem) -> nn.Module:
+    """Round in place what a problem's techniques round, and return the model: weights to 4 bits, layers to float8.
+
+    Weights in 4 bits become plain ones with the values that the codes stand for, so that plain torch computes.
+    """
+    float8, quantize, _ = rounded_weights(model_facts(model), as_techniques(problem.requested), "cpu", None)
+    for path in quantize.modules if quantize is not None else ():
+        weight = model.get_submodule(path).get_parameter("weight").detach()
+        weight.copy_(unpack(pack(weight), weight.dtype))
+    if float8 is None:
         return model
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise MissingExtraError(f"techniques.float8 = '{planned.recipe}'", "torchao", "float8") from error
-    config = replace(Float8LinearConfig.from_recipe_name(planned.recipe), emulate=True)
+        raise MissingExtraError(f"techniques.float8 = '{float8.recipe}'", "torchao", "float8") from error
+    config = replace(Float8LinearConfig.from_recipe_name(float8.recipe), emulate=True)
     return convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, path: clean(path) in planned.modules
+        model, config=config, module_filter_fn=lambda _, path: clean(path) in float8.modules
     )
 
 
@@ -269,19 +274,3 @@ def fewer(found: Products, reference: Products) -> Iterator[Difference]:
     """Yield the share of the reference's products that are not in float8; an audit finds layers wrongly in float8."""
     for gives, number in reference.items():
         yield Difference("products", gives, max(0.0, 1 - found.get(gives, 0) / number), 0.0)
-
-
-# --- round the frozen weights of one process's model as a layout that holds them in 4 bits does
-
-
-@torch.no_grad()
-def in_4_bits(model: nn.Module, problem: Problem) -> nn.Module:
-    """Round in place the weights that a problem's techniques hold in 4 bits, and return the model.
-
-    They become plain weights with the values that the codes stand for, so that the model computes by plain torch.
-    """
-    planned, _ = make_quantize_plan(model_facts(model), as_techniques(problem.requested))
-    for path in planned.modules if planned is not None else ():
-        weight = model.get_submodule(path).get_parameter("weight")
-        weight.copy_(unpack(pack(weight), weight.dtype))
-    return model

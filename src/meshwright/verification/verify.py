@@ -21,6 +21,7 @@ from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, Wor
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.signature import Signature
+from meshwright.introspection.small.configs import text_config
 from meshwright.introspection.source import as_module
 from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout, shares_of
@@ -350,9 +351,7 @@ def means_note(problem: Problem) -> str:
 
 
 def _reaches(model: nn.Module) -> dict[str, int]:
-    config: Any = getattr(model, "config", None)
-    if callable(of_text := getattr(config, "get_text_config", None)):
-        config = of_text()
+    config = text_config(model)
     found = {key: getattr(config, key, None) for key in REACHES}
     return {
         key: size for key, size in found.items() if isinstance(size, int) and not isinstance(size, bool) and size > 0

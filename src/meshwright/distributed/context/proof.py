@@ -50,7 +50,7 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
     Returns, by kind of batch that only some runs have, why it is refused, or "". No communication.
     """
     known = facts.measurements.refused
-    if plan not in known and facts.module is not None:
+    if plan not in known:
         model, plan_of_copy = small_and_plan(facts, plan)
         found: dict[str, str] = {}
         for kind, batch in rehearsed(model).items():
@@ -61,12 +61,11 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
             if kind in ALWAYS and (why := found.pop(kind)):
                 raise UnsupportedError(why)
         known[plan] = found
-    return known.get(plan, {})
+    return known[plan]
 
 
 def small_and_plan(facts: ModelFacts, plan: ContextPlan) -> tuple[nn.Module, ContextPlan]:
     """Return a small copy with heads for all ranks, and the plan for the copy."""
-    assert facts.module is not None
     sample = facts.measurements.sample(plan.ranks if plan.mixers else 1)
     return copy_of(sample.model), plan.for_sample(sample, facts.module)
 
@@ -92,7 +91,7 @@ def keep_for_batches(facts: ModelFacts, plan: ContextPlan, refused: dict[str, st
 
 def refuse_length(facts: ModelFacts, plan: ContextPlan, length: int) -> None:
     """Compare masks with their rules in rows of this length, unless they were before; raises UnsupportedError."""
-    if (plan, length) in facts.measurements.proven or facts.module is None:
+    if (plan, length) in facts.measurements.proven:
         return
     if any(caller.is_dense for caller in plan.mixing.callers):
         refuse_other_masks(copy_of(facts.measurements.sample().model), plan.mixing.callers, length)

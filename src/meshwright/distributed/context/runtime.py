@@ -209,7 +209,7 @@ class ContextRuntime:
             mask = self._by_rule(caller.rule, rows)
         arithmetic = None if caller is None or call.dropout else caller.arithmetic
         reach = None if arithmetic is None else self._reaches.of(mask, rows, len(call.query), call.query.device)
-        method = None if caller is None else self.plan.method_of(caller.path)
+        method = None if caller is None else self.plan.method_of[caller.path]
         if method is not None and arithmetic is not None and reach is not None:
             return attend(call, Context(self.group, rows, reach), arithmetic, method)
         if method is not None and method.asked and method.kind != "all_gather":

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -249,8 +249,6 @@ def estimate_memory(
         keys: keys of a step's batch.
         build_optimizer: makes the optimizer; by default torch's class for the plan's word.
     """
-    if facts.module is None:
-        return MemoryEstimate((), "the model itself is not at hand")
     try:
         with seeded(0), untouched(facts.module), quiet():
             build = build_optimizer or default_optimizer
@@ -317,7 +315,7 @@ class DryRun:
         self.rows = min(own, batch.microbatch_rows or suggested)
         self.microbatches = -(-own // self.rows)
         self.shown: Mapping[str, Tensor] = {}
-        if shows and facts.images is not None and facts.module is not None:
+        if shows and facts.images is not None:
             sizes = [ImageSize(facts.images.size, facts.images.each)]
             if not facts.images.each:
                 raise DryRunError("the size of one is not known")
@@ -391,7 +389,7 @@ class DryRun:
             if plan.world > 1 or plan.data.technique == "fully_shard":
                 experts = 1 if plan.experts is None else plan.experts.ranks
                 mesh = build_mesh(Layout(**dict(plan.mesh), ep=experts), CPU)
-            module = on_meta(cast("nn.Module", self.facts.module))
+            module = on_meta(self.facts.module)
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
             with self.imagining(mode):
@@ -499,7 +497,7 @@ def saved_by_blocks(
         blocks: paths of those that are measured; empty: all.
     """
     blocks = blocks or facts.blocks
-    if facts.module is None or plan.world != 1:
+    if plan.world != 1:
         return ()
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)

@@ -317,7 +317,6 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
     if (plan, sums_at_once) in facts.measurements.proven:
         return
     sample = facts.measurements.structure(plan.ranks).sample
-    assert model is not None
     small = plan.for_sample(sample, model)
     for inputs, logits in _performances(sample):
         run = partial(rehearse, plan=small, inputs=inputs, logits=logits, sums_at_once=sums_at_once)

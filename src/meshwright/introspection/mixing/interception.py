@@ -24,7 +24,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.record import recall, remember, wrap
 from meshwright.core.torch_private import tree_map_with_path
 from meshwright.introspection.calls import watching
-from meshwright.introspection.module_kinds import attention_of, name_attention, name_of_attention
+from meshwright.introspection.module_kinds import name_attention, name_of_attention
 from meshwright.introspection.small.copies import copy_of
 
 from .masks import MaskFunction, TokenMask, sdpa_arguments
@@ -158,7 +158,8 @@ def intercept_transformers(model: nn.Module) -> str:
         The name of the implementation that computes ("sdpa", "eager" …); "" for models without the interface, which
         are left as they are.
     """
-    name, choose = attention_of(model), getattr(model, "set_attn_implementation", None)
+    name = name_of_attention(getattr(model, "config", None))
+    choose = getattr(model, "set_attn_implementation", None)
     if not name or not callable(choose) or "transformers" not in sys.modules:
         return ""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -175,7 +176,7 @@ def intercept_transformers(model: nn.Module) -> str:
 
     AttentionMaskInterface.register(PREFIX + base, mask)
     choose(PREFIX + base)  # warns, and changes nothing, for models that call no interface
-    return base if attention_of(model) == PREFIX + base else ""
+    return base if name_of_attention(model.config) == PREFIX + base else ""
 
 
 @contextmanager

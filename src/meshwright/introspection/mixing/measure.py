@@ -222,7 +222,8 @@ def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> boo
 
 def measure_mixing(model: nn.Module) -> Mixing:
     """Find on a small copy the calls of attention of a model, and the modules in which tokens meet otherwise."""
-    original, model = model, copy_of(small_copy(model))
+    original, small = model, small_copy(model)
+    model = copy_of(small)
     base = intercept_transformers(model)
     seen: dict[str, list[tuple[AttentionCall, dict[str, Any]]]] = {}
     masks: list[list[MaskFunction]] = []
@@ -266,9 +267,9 @@ def measure_mixing(model: nn.Module) -> Mixing:
     if not real.is_whole:
         real = _Real.of(original, [mixer.path for mixer in mixers], has_mask=False)
     found = _mixers_of(original, model, mixers, real)
-    counts_from_zero = _counts_from_zero(copy_of(small_copy(original)), given[0])
+    counts_from_zero = _counts_from_zero(copy_of(small), given[0])
     inside = tuple(mixer.path for mixer in found)
-    lengths = find_length_uses(original, copy_of(small_copy(original)), inside, makes_positions=not counts_from_zero)
+    lengths = find_length_uses(original, copy_of(small), inside, makes_positions=not counts_from_zero)
     packed = _packed(masks, given[-1]) if len(given) > 1 else ()
     return Mixing(tuple(_callers_of(original, callers, real, inside)), base, packed, found, lengths, counts_from_zero)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -46,8 +46,6 @@ class Play:
     kinds: dict[str, str] = field(default_factory=dict)
     reads: Mapping[Any, Reading] = field(default_factory=dict)
     """What was read, by place."""
-    turned: Any = None
-    """The place of the read that was inverted, or moved."""
     sizes: tuple[Any, ...] = ()
     """Places where an operator returned a tensor whose size depends on the data, or Python made a list of them."""
     decides: bool = False
@@ -134,23 +132,18 @@ def played(
     gradients = {name: gradient.to_dense() if name in sparse else gradient for name, gradient in found.items()}
     kinds = {clean(path): type(module).__name__ for path, module in made.named_modules()}
     outputs = {name: value.detach() for name, value in rows.items()}
-    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, held.reads, turned, tuple(held.sizes))
+    facts = (outputs, gradients, losses, tuple(named), sparse, seen, kinds, held.reads, tuple(held.sizes))
     return Play(*facts, held.decides, held.tosses or by_python)
 
 
-class Called(NamedTuple):
-    """A forward's output, and whether it drew from generators of Python or numpy."""
-
-    output: Any
-    draws: bool
-
-
-def called(model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1) -> Called:
-    """Call a model under a seed."""
+def called(
+    model: nn.Module, tokens: Tensor, beside: Mapping[str, Tensor] | None = None, seed: int = 1
+) -> tuple[Any, bool]:
+    """Call a model under a seed; return its output, and whether it drew from generators of Python or numpy."""
     with seeded(seed), computing_flex():
         before = pickle.dumps((random.getstate(), numpy.random.get_state()))
         output = model(**Signature.of(model).inputs({"tokens": tokens, **(beside or {})}, tokens.device))
-        return Called(output, before != pickle.dumps((random.getstate(), numpy.random.get_state())))
+        return output, before != pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def parts(output: Any, rows: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:

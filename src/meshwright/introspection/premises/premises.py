@@ -459,7 +459,8 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
 
 def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     with HeldRandomness(tokens), torch.no_grad():
-        return {name: value.clone() for name, value in parts(called(model, tokens).output, len(tokens))[0].items()}
+        output, _ = called(model, tokens)
+        return {name: value.clone() for name, value in parts(output, len(tokens))[0].items()}
 
 
 def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

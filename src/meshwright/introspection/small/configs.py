@@ -165,11 +165,15 @@ def _replaced(config: Any, changes: dict[str, Any]) -> Any:
     return made
 
 
+def text_config(model: Any) -> Any:
+    """Return a model's config, of a model of images and text the language model's; None where it has none."""
+    config = getattr(model, "config", None)
+    return of_text() if callable(of_text := getattr(config, "get_text_config", None)) else config
+
+
 def stated_width(model: Any) -> int | None:
     """Return the number of features of the residual stream, where the model's config states it."""
-    config = getattr(model, "config", None)
-    if callable(of_text := getattr(config, "get_text_config", None)):
-        config = of_text()  # of a model of images and text, the language model's
+    config = text_config(model)
     return None if config is None else _get(config, WIDTH)
 
 

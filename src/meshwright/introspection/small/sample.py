@@ -81,7 +81,7 @@ def samples_of(model: nn.Module, ranks: int, *, few_experts: bool = False) -> It
     if config is not None:  # the same class built from small copies of its config
         of_text = bool(key_of_text(config))  # then a block's number is among the blocks of its own stack
         blocks, places = repeated_blocks(model), [0]
-        for _, (first, *_) in kinds_of(model).values():
+        for first, *_ in kinds_of(model).values():
             places.append([path for path in blocks if not of_text or owner(path) == owner(first)].index(first))
         for small in smaller(config, max(2, 1 + max(places)), ranks, few_experts=few_experts):
             if (made := _constructed(model, kind, small, failed)) is not None:
@@ -213,10 +213,6 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
         UnsupportedError: its forward replaces modules: the new ones would be measured, and the old ones cut.
     """
 
-    def made_of(model: nn.Module) -> set[tuple]:
-        """Return the classes, parameter names and functions of the kinds of blocks, without their sizes."""
-        return {(block, tuple(name for name, _ in shapes), codes) for block, shapes, codes in kinds_of(model)}
-
     def built_like() -> nn.Module:
         made = grafted(model, kind(config))
         # truths and names that were set behind the constructor, where all blocks of the model agree on them
@@ -237,7 +233,7 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
         config = small.build()
         with on_meta():
             numel = sum(p.numel() for p in kind(config).parameters())
-            if made_of(built_like()) != made_of(model) or numel > LARGEST:
+            if layouts_of(built_like()).keys() != layouts_of(model).keys() or numel > LARGEST:
                 return None
         with torch.device("cpu"), torch.no_grad():
             made = built_like()
@@ -257,15 +253,23 @@ def _constructed(model: nn.Module, kind: type[nn.Module], small: Small, failed: 
     return made
 
 
-def kinds_of(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Group blocks by class, parameters' shapes and own functions: -> (index of the first, all their paths)."""
-    found: dict[tuple, tuple[int, list[str]]] = {}
-    for index, path in enumerate(repeated_blocks(model)):
+def kinds_of(model: nn.Module) -> dict[tuple, list[str]]:
+    """Group the paths of blocks by class, parameters' shapes and own functions."""
+    found: dict[tuple, list[str]] = {}
+    for path in repeated_blocks(model):
         block = model.get_submodule(path)
         # sorted: a forward that takes a parameter out and puts it back, as peft's does, changes the order
         shapes = sorted((clean(name), tuple(p.shape)) for name, p in block.named_parameters())
         key = (type(block), tuple(shapes), codes_in(block))
-        found.setdefault(key, (index, []))[1].append(path)
+        found.setdefault(key, []).append(path)
+    return found
+
+
+def layouts_of(model: nn.Module) -> dict[tuple, list[str]]:
+    """Group the paths of blocks by class, parameter names and functions, since a sample may have other widths."""
+    found: dict[tuple, list[str]] = {}
+    for (kind, shapes, codes), paths in kinds_of(model).items():
+        found.setdefault((kind, tuple(name for name, _ in shapes), codes), []).extend(paths)
     return found
 
 

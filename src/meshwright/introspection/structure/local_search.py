@@ -244,8 +244,8 @@ class _Rehearsal:
         cut = self.region.cut_of(f"{self.region.consumer}.weight")
         assert cut is not None
         whole = self.probe.calls[self.region.consumer][0].entered
-        assert whole is not None and self.probe.call.entered is not None
-        rows, before = len(self.probe.call.entered), self.call.left
+        assert whole is not None
+        rows, before = self.probe.shape[0], self.call.left
         for rank, module in enumerate(self.copies):
             given: dict[int | str, Tensor] = {
                 a.key: share_of(self.call.tensors[a.key], a, rows, rank, self.ranks) for a in arguments
@@ -284,10 +284,6 @@ class _Rehearsal:
         given = self.call.tensors.items()
         return [key for key, x in given if key not in self.hidden and (x.shape, x.dtype) == (like.shape, like.dtype)]
 
-    def _rows(self) -> int:
-        assert self.probe.call.entered is not None
-        return len(self.probe.call.entered)
-
     def numbers_that_matter(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
         """Map (module, attribute) to (whole, local) values to try, for numbers that change the computation.
 
@@ -325,7 +321,7 @@ class _Rehearsal:
 
     def arguments(self) -> Iterator[LocalArgument]:
         """Yield tensor arguments with a dim that the ranks could share."""
-        rows = self._rows()
+        rows = self.probe.shape[0]
         for key, value in self.call.tensors.items():
             if key in self.hidden:
                 continue

@@ -159,8 +159,7 @@ class HeldOutputs:
     @property
     def pairs(self) -> int:
         """The number of pairs of rows."""
-        assert self.probe.call.entered is not None
-        return len(self.probe.call.entered) // 2
+        return self.probe.shape[0] // 2
 
     def push(self, path: str, *features: int, times: float = 1.0) -> None:
         """Push features until the next push, each in a pair of rows of its own; a single feature in all rows."""
@@ -267,6 +266,13 @@ class Probe:
     @cached_property
     def call(self) -> Call:
         return self.calls[""][0]
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of rows and of tokens in a row."""
+        assert self.call.entered is not None
+        rows, tokens = self.call.entered.shape[:2]
+        return rows, tokens
 
     @property
     def hidden(self) -> int | str:
@@ -436,8 +442,7 @@ class Probe:
 
     def _by_token(self, tensor: Tensor) -> Tensor:
         """View a tensor as (rows, seq, features), whether or not its leading token dims are flattened."""
-        assert self.call.entered is not None
-        return tensor.view(*self.call.entered.shape[:2], tensor.shape[-1])
+        return tensor.view(*self.shape, tensor.shape[-1])
 
     @contextmanager
     def giving(self, outputs: dict[str, Tensor]) -> Iterator[None]:

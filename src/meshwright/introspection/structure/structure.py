@@ -17,7 +17,7 @@ from meshwright.introspection.blocks import hints_of, repeated_blocks
 from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.deferred_logits import Tail, find_tail
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, kinds_of, on_samples
+from meshwright.introspection.small.sample import SEQ, Sample, layouts_of, on_samples
 from meshwright.introspection.structure.local_search import LocalForm, line_that_stops, local_form
 from meshwright.introspection.structure.probe import PUSHED, ROUNDING, Probe, find_others, record, side_by_side
 from meshwright.introspection.structure.regions import Region, find_regions, resized, shapes_of
@@ -96,10 +96,10 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
             f" token ids alone. Set layout.tp = 1 and layout.pp = 1."
         )
     blocks = tuple(path for path in repeated_blocks(model) if not _is_of_images(sample, path))
-    paths = {key: [path for path in paths if path in blocks] for key, (_, paths) in _by_layout(model).items()}
+    paths = {key: [path for path in paths if path in blocks] for key, paths in layouts_of(model).items()}
     kinds: list[BlockKind] = []
     tried: Tried = []
-    for key, (_, every) in _by_layout(sample.model).items():
+    for key, every in layouts_of(sample.model).items():
         here = [path for path in every if path in sample.blocks]
         if not here:
             continue
@@ -150,14 +150,6 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
 
 def _is_of_images(sample: Sample, path: str) -> bool:
     return any(is_within(path, module) for module in sample.of_images)
-
-
-def _by_layout(model: nn.Module) -> dict[tuple, tuple[int, list[str]]]:
-    """Group kinds of blocks by class, parameter names and functions, since a sample may have other widths."""
-    found: dict[tuple, tuple[int, list[str]]] = {}
-    for (kind, shapes, codes), (index, paths) in kinds_of(model).items():
-        found.setdefault((kind, tuple(name for name, _ in shapes), codes), (index, []))[1].extend(paths)
-    return found
 
 
 def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:

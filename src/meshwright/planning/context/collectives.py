@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ def attention_collectives(
     facts: ModelFacts,
     plan: ContextPlan,
     precision: PrecisionPlan,
-    recomputed: Mapping[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     tensor_ranks: int = 1,
     *,
     begins: bool = True,
@@ -46,18 +46,17 @@ def attention_collectives(
     """List what attentions and mixers send.
 
     Args:
-        recomputed: block -> paths of the modules recomputed in it: keys and values are gathered once more there.
+        recomputed: paths of the modules that are recomputed: keys and values are gathered once more there.
         tensor_ranks: ranks that share the heads; one head is copied to several where there are fewer.
         begins: the model's first block is here; behind it all activations have gradients.
         blocks: of a pipeline's stage; None: all attentions are here.
         keeps_attention: a recomputation has attention's result, and so passes nothing round a ring again.
     """
-    again = [f"{block}.{path}".rstrip(".") for block, paths in recomputed.items() for path in paths]
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
         if blocks is not None and not any(is_within(caller.path, block) for block in blocks):
             continue
         has_gradient = not begins or _has_gradient(facts, caller.path)
-        calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in again))
+        calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in recomputed))
         passes = 1 if keeps_attention else calls
         place, sizes = _Place(plan.ranks, caller.path, precision, calls), of_rank(caller.sizes, tensor_ranks)
         messages = _of_attention(place, sizes, method, caller.rule or MaskRule(), passes)
@@ -67,7 +66,7 @@ def attention_collectives(
         if blocks is not None and planned.block and planned.block not in blocks:
             continue
         has_gradient = not begins or _has_gradient(facts, module)
-        calls = 1 + (has_gradient and any(is_within(module, path) for path in again))
+        calls = 1 + (has_gradient and any(is_within(module, path) for path in recomputed))
         messages = _of_mixer(_Place(plan.ranks, module, precision, calls), planned)
         yield from (c for c, backward in messages if not backward or has_gradient)
 

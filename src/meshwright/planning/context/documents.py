@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, islice, product
 
 from meshwright.planning.context.plan import Runs, refuse_shorter
 
@@ -266,14 +266,3 @@ def _lacking(runs: Sequence[Run]) -> int:
 
 def _fetched(ranks: Sequence[Pieces]) -> int:
     return sum(_lacking(runs) for pieces in ranks for runs in pieces.values())
-
-
-def fetched_tokens(sizes: Sequence[int], cut: Sequence[Runs]) -> int:
-    """Count the keys that all ranks together fetch: those before a query of theirs, in its document, that they lack."""
-    ends = list(accumulate(sizes, initial=0))
-    found = 0
-    for runs in cut:
-        for start, stop in pairwise(ends):
-            own = [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and start < b]
-            found += _lacking(own)
-    return found

@@ -39,7 +39,6 @@ from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.structure.local_search import LocalForm
 from meshwright.introspection.structure.regions import Cut, Region, resized, shapes_of
 from meshwright.introspection.structure.structure import Measured
-from meshwright.models.layers import Router
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Case, Found, PrecisionPlan
@@ -57,17 +56,14 @@ RowCut = Literal["head_tail", "contiguous"]
 def cut_row(cut: RowCut, length: int, ranks: int) -> tuple[Runs, ...]:
     """Cut a row; one tuple of runs per rank, whose numbers of tokens differ by at most one.
 
+    Contiguous: each rank has one run; where attention reaches little, it needs no more than what is before its first
+    token.
+
     Raises:
         ConfigError: the row has fewer tokens than there are ranks.
     """
-    return head_tail(length, ranks) if cut == "head_tail" else contiguous(length, ranks)
-
-
-def contiguous(length: int, ranks: int) -> tuple[Runs, ...]:
-    """Give each rank one run: where attention reaches little, no run needs more than what is before its first token.
-
-    Returns, raises: see ``cut_row``.
-    """
+    if cut == "head_tail":
+        return head_tail(length, ranks)
     refuse_shorter(length, ranks)
     ends = accumulate((length // ranks + (rank < length % ranks) for rank in range(ranks)), initial=0)
     return tuple((run,) for run in pairwise(ends))
@@ -420,12 +416,9 @@ class ContextPlan:
         kept = tuple(m.for_sample(sample, model) for m in self.mixers if m.mixer.path in here)
         return replace(self, mixers=kept)
 
-    def method_of(self, path: str) -> Method:
-        """Return the method of one module's attention."""
-        return self.methods_by_path[path]
-
     @cached_property
-    def methods_by_path(self) -> dict[str, Method]:
+    def method_of(self) -> dict[str, Method]:
+        """The method of each module's attention, by its path."""
         return {caller.path: method for caller, method in zip(self.mixing.callers, self.methods, strict=True)}
 
 
@@ -475,9 +468,7 @@ def context_companions(case: Case) -> Found:
                 f' Leave it at "auto", or set layout.cp = 2 or more.'
             )
         return
-    modules = [] if facts.module is None else list(facts.module.modules())
-    routers = [module for module in modules if isinstance(module, Router)]
-    config = getattr(core_of(facts.module), "config", None) if facts.module is not None else None
+    config = getattr(core_of(facts.module), "config", None)
     is_refused = False
     if getattr(config, "is_encoder_decoder", False) is True:
         is_refused = True
@@ -492,14 +483,14 @@ def context_companions(case: Case) -> Found:
             f" one after the other, before its blocks, and a rank has a part of these places. Set layout.cp = 1;"
             f" layout.tp cuts long rows between the blocks too (techniques.sequence_parallel)."
         )
-    if value := next((r.config.capacity_factor for r in routers if r.config.capacity_factor), 0):
+    if value := facts.capacity_factor:
         is_refused = True
         yield UnsupportedError(
             f"model.moe.capacity_factor = {value} with layout.cp = {ranks}: who is over an expert's capacity depends on"
             f" the whole sequence, of which a rank has a part. Set model.moe.capacity_factor = 0 (no token is dropped),"
             f" or layout.cp = 1."
         )
-    if is_refused or facts.module is None or facts.applied_plan(ContextPlan) is not None:
+    if is_refused or facts.applied_plan(ContextPlan) is not None:
         return
     try:
         mixing = facts.measurements.mixing()

@@ -73,12 +73,6 @@ class ScheduleKind:
         return with_weight_gradients(made) if self.splits_backward and not self.is_v else made
 
 
-def _1f1b(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
-    forwards = [Action(rank, Work.FORWARD, m) for m in range(microbatches)]
-    backwards = [Action(rank, Work.BACKWARD, m) for m in range(microbatches)]
-    return list(_alternating(forwards, backwards, ranks - 1 - rank))
-
-
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
     """Yield ``ahead`` forwards, then one forward and one backward in turns, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
@@ -90,7 +84,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
 
 def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, *, backward: Work) -> list[Action]:
     """Order a rank whose microbatches go through the loops ``ranks`` at a time."""
-    rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
+    rounds = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
     stages = [loop * ranks + rank for loop in range(per_rank)]
     forwards = [Action(stage, Work.FORWARD, m) for group in rounds for stage in stages for m in group]
     backwards = [Action(stage, backward, m) for group in rounds for stage in reversed(stages) for m in group]
@@ -240,7 +234,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         ScheduleKind("gpipe", _breadth_first),
-        ScheduleKind("1f1b", _1f1b),
+        ScheduleKind("1f1b", partial(_looped, backward=Work.BACKWARD)),
         ScheduleKind(
             "interleaved_1f1b", partial(_looped, backward=Work.BACKWARD), loops=True, multiple=lambda ranks: ranks
         ),

@@ -375,7 +375,6 @@ def make_pipeline_plan(
     facts: ModelFacts, layout: Layout, requested: Techniques, precision: PrecisionPlan
 ) -> PipelinePlan:
     """Decide stages, ranks and cuts; UnsupportedError tells why a model cannot be cut between its blocks."""
-    assert facts.module is not None
     measured = facts.measurements.structure(layout.tp)
     flow = flow_of(facts.module, measured)
     own = measured.structure.blocks

@@ -24,7 +24,6 @@ from meshwright.planning.float8 import scales_of_gathered
 from meshwright.planning.optimizer_collectives import optimizer_collectives
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
-from meshwright.planning.recompute import sent_again
 from meshwright.planning.tensor.collectives import tensor_collectives
 from meshwright.planning.values import Collective, Unit
 
@@ -47,8 +46,8 @@ def plan_of_stage(plan: Plan, stage: int) -> Plan:
         frozen=(*plan.frozen, *also),
         checkpointed=here(plan.checkpointed),
         compiled=here(plan.compiled),
-        float8=None if plan.float8 is None else plan.float8.only(blocks),
-        quantize=None if plan.quantize is None else plan.quantize.only(blocks),
+        float8=None if plan.float8 is None else replace(plan.float8, modules=here(plan.float8.modules)),
+        quantize=None if plan.quantize is None else replace(plan.quantize, modules=here(plan.quantize.modules)),
         tensor=None
         if tensor is None
         else replace(
@@ -86,17 +85,11 @@ def facts_of_stages(facts: ModelFacts, pipeline: PipelinePlan) -> list[ModelFact
 def pipeline_collectives(facts: ModelFacts, plan: Plan) -> list[tuple[Collective, ...]]:
     """List every collective and send in a step of each rank of the pipeline axis."""
     assert plan.pipeline is not None
-    facts = _as_planned(facts, plan)
+    frozen, facts = set(plan.frozen), at_rest(facts, plan.precision)
+    parameters = (replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
+    facts = replace(facts, parameters=tuple(parameters))
     parts = facts_of_stages(facts, plan.pipeline)
     return [tuple(_of_rank(facts, parts, plan, rank)) for rank in range(plan.pipeline.ranks)]
-
-
-def _as_planned(facts: ModelFacts, plan: Plan) -> ModelFacts:
-    """Return the facts with a plan's dtypes at rest and frozen parameters."""
-    frozen, facts = set(plan.frozen), at_rest(facts, plan.precision)
-    return replace(
-        facts, parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in facts.parameters)
-    )
 
 
 def _of_rank(facts: ModelFacts, parts: Sequence[ModelFacts], plan: Plan, rank: int) -> Iterator[Collective]:
@@ -113,7 +106,7 @@ def _of_rank(facts: ModelFacts, parts: Sequence[ModelFacts], plan: Plan, rank: i
             yield from sharded_units(units, part.data, part.precision, shares, part.experts, postponed=True)
             idle = sum(p.name in part.data.idle for p in own.parameters if p.trainable)
             yield from idle_agreement(shares, part.data, idle)
-        recomputed = recomputed_in(own.blocks, _sent_again(part))
+        recomputed = part.sends_again
         if part.tensor is not None:
             dense = without_experts(own, part.experts)
             yield from tensor_collectives(
@@ -146,8 +139,8 @@ def _of_rank(facts: ModelFacts, parts: Sequence[ModelFacts], plan: Plan, rank: i
     yield Collective("all_reduce", Axis.PP.value, pipeline.ranks, "loss", 1, "float64", "step")
     stages = [parts[stage] for stage in pipeline.stages_on(rank)]
     routers = tuple(router for stage in stages for router in stage.routers)
-    again = recomputed_in(facts.blocks, _sent_again(plan))
-    yield from router_collectives(replace(facts, routers=routers), shares, plan.precision, again, plan.router_loss)
+    of_routers = replace(facts, routers=routers)
+    yield from router_collectives(of_routers, shares, plan.precision, plan.sends_again, plan.router_loss)
     copies = {last for _, last in pipeline.tied}
     own = [p for stage in stages for p in stage.parameters if p.name not in copies]
     cuts = trained_cuts(without_experts(replace(facts, parameters=tuple(own)), plan.experts), plan.tensor)
@@ -163,11 +156,9 @@ def _of_rank(facts: ModelFacts, parts: Sequence[ModelFacts], plan: Plan, rank: i
 
 
 def units_of_stages(facts: ModelFacts, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
-    """List the communication units of each stage; frozen parameters are those of the plan."""
-    facts, pipeline = _as_planned(facts, plan), plan.pipeline
-    assert pipeline is not None
-    shards = plan.shares.shards
-    parts = facts_of_stages(facts, pipeline)
+    """List the communication units of each stage; the facts have the plan's dtypes at rest and frozen parameters."""
+    assert plan.pipeline is not None
+    shards, parts = plan.shares.shards, facts_of_stages(facts, plan.pipeline)
     return tuple(_units_of(part, plan_of_stage(plan, stage), shards) for stage, part in enumerate(parts))
 
 
@@ -175,16 +166,3 @@ def _units_of(facts: ModelFacts, plan: Plan, shards: int) -> tuple[Unit, ...]:
     """List the units of a stage's part; its root holds the stage's parameters outside the blocks."""
     holding = Holding(shards, plan.precision, plan.tensor, optimizer=plan.optimizer)
     return (*units_outside_blocks(facts, holding), *(unit for unit in plan.units if not unit.outside_blocks))
-
-
-def _sent_again(plan: Plan) -> tuple[str, ...]:
-    return sent_again(plan.activation_checkpointing, plan.checkpointed, plan.checkpoint_keep)
-
-
-def recomputed_in(blocks: tuple[str, ...], modules: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Map each block to those of ``modules`` that it is or contains, by their paths within it."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path in modules:
-        block = next(block for block in blocks if is_within(path, block))
-        found[block] = (*found.get(block, ()), path[len(block) + 1 :])
-    return found

@@ -32,14 +32,14 @@ def tensor_collectives(
     plan: TensorPlan,
     precision: PrecisionPlan,
     loss: LossPlan | None,
-    recomputed: dict[str, tuple[str, ...]],
+    recomputed: tuple[str, ...],
     shards: int,
     float8: Float8Plan | None = None,
 ) -> tuple[Collective, ...]:
     """List the collectives of one forward and backward, and the sums of gradients at the end of a step.
 
     Args:
-        recomputed: block -> paths of the modules in it ("": the block) whose forward runs twice.
+        recomputed: paths of the modules whose forward runs twice: blocks, or modules inside them.
         shards: number of ranks that shard a tensor rank's part once more.
     """
     return tuple(_messages(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
@@ -127,7 +127,7 @@ class _Counts:
         return total
 
 
-def _messages(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple[str, ...]]) -> Iterator[Collective]:
+def _messages(count: _Counts, loss: LossPlan | None, recomputed: tuple[str, ...]) -> Iterator[Collective]:
     plan, width = count.plan, 0
     for block, planned in ((b, r) for b in plan.blocks for r in plan.kind_of(b).regions):
         cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
@@ -144,8 +144,8 @@ def _messages(count: _Counts, loss: LossPlan | None, recomputed: dict[str, tuple
         work = _BlockWork(count, plan.kind_of(block), block, width)
         yield from work.forward(work.kind.regions)
         yield from work.backward(flows)
-        again = recomputed.get(block)
-        if again is not None and (flows or work.trains):
+        again = tuple(path[len(block) + 1 :] for path in recomputed if is_within(path, block))
+        if again and (flows or work.trains):
             regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
             yield from work.forward(regions)
         flows = flows or work.trains

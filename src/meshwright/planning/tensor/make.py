@@ -55,7 +55,6 @@ def words_for(facts: ModelFacts, requested: tuple[TensorStyleRequest, ...]) -> W
         ConfigError, UnsupportedError: the user's plan does not fit the model.
     """
     model = facts.module
-    assert model is not None
     kinds = module_kinds(model)
     tied, hints = tuple(tied_modules(model)), hints_of(model)
     requested = requested or tuple(TensorStyleRequest(wildcard, style) for wildcard, style in hints.regions.items())
@@ -258,11 +257,10 @@ def tensor_fits(case: Case) -> Found:
 
 def lengths_of_whole_rows(case: Case) -> Found:
     """Refuse DoRA beside embedding and head, whose rows are cut: its lengths are those of whole weights."""
-    if case.layout.tp == 1 or case.facts.module is None:
+    if case.layout.tp == 1:
         return
     blocks = case.facts.blocks
-    for raw, _ in case.facts.module.named_parameters():
-        host = host_of_magnitude(clean(raw))
+    for host in (host_of_magnitude(p.name) for p in case.facts.parameters):
         if host is not None and not any(is_within(host, block) for block in blocks):
             yield UnsupportedError(
                 f"layout.tp = {case.layout.tp} cuts {host.removesuffix('.base_layer.weight')}, and adapters.kind = dora"

@@ -171,16 +171,16 @@ class TensorPlan:
         kind, block = self._around(name)
         return kind and kind.cut_by_name.get(name[len(block) + 1 :])
 
-    def local_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the first rank's part of a parameter."""
+    def local_shape(self, name: str, shape: Sequence[int], rank: int = 0) -> tuple[int, ...]:
+        """Return the shape of a rank's part of a parameter; of the first rank, which has the largest, by default."""
         cut = self.cut_of(name, shape)
         if cut is None:
             return tuple(shape)
         dim, parts = cut
         size = (
-            -(-shape[dim] // self.ranks)
+            chunk_size(shape[dim], rank, self.ranks)
             if is_plain(parts, self.ranks)
-            else sum(high - low for low, high in ranges(parts, 0, self.ranks))
+            else sum(high - low for low, high in ranges(parts, rank, self.ranks))
         )
         return (*shape[:dim], size, *shape[dim + 1 :])
 
@@ -212,6 +212,12 @@ class TensorPlan:
             owner(within) in kind.norms
             or any(within in r.region.shared or owner(within) in r.region.spanning for r in kind.regions)
         )
+
+
+def chunk_size(size: int, rank: int, ranks: int) -> int:
+    """Return the size of a rank's part of a dim, as torch.chunk cuts."""
+    share = -(-size // ranks)
+    return max(0, min(share, size - rank * share))
 
 
 def words_of_cut(dim: int, parts: tuple[FusedPart, ...]) -> str:
