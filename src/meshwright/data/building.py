@@ -305,7 +305,7 @@ class TokenisingRecipe:
     def __init__(
         self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float, vision: Vision = NO_IMAGES
     ):
-        self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
+        self.scan, self.options, self.tokenizer, self.fraction = scan, options, tokenizer, fraction
         if scan.format != "text":
             sample = first_record([file.path for file in scan.files], scan.format)
             self.task = choose_task(options, tokenizer, sample, vision)

@@ -22,7 +22,7 @@ import numpy as np
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside
 
-from .corpus import META, TRAINING, VALIDATION, SplitSize, array_file, write_meta
+from .corpus import META, TRAINING, VALIDATION, array_file, write_meta
 from .options import SourceOptions
 from .packing import Corpus, Joined, Stream
 from .scan import Scan
@@ -76,20 +76,6 @@ class Index:
     @property
     def n_tokens(self) -> int:
         return sum(file.n_tokens for file in self.files)
-
-    @property
-    def n_documents(self) -> int:
-        return sum(file.n_documents for file in self.files)
-
-    @property
-    def training(self) -> SplitSize:
-        """The number of training tokens."""
-        return SplitSize(n_tokens=self.n_training_tokens)
-
-    @property
-    def validation(self) -> SplitSize:
-        """The number of held-out tokens."""
-        return SplitSize(n_tokens=self.n_tokens - self.n_training_tokens)
 
 
 def read_index(folder: Path) -> Index:
