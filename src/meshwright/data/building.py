@@ -28,7 +28,7 @@ from .corpus import (
     read_meta,
     write_corpus,
 )
-from .formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record, kind_of, kinds_listed
+from .formats import RECORD_FORMATS, BadRow, Record, digest_of, digest_of_bytes, first_record, kind_of, kinds_listed
 from .images import NO_IMAGES, ImageFile, Vision
 from .options import SourceOptions
 from .scan import Scan, SourceFile
@@ -348,7 +348,7 @@ class TokenisingRecipe:
             own = self.options
             made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, own.end_of_answer]
             made_of["left_out"] = list(own.ignore)
-        return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
+        return digest_of_bytes(json.dumps(made_of).encode())
 
     read_meta = staticmethod(read_meta)
 

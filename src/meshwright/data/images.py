@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import re
@@ -21,7 +20,7 @@ from meshwright.core.files import inside, refuse_links_out, refuse_pointer
 from meshwright.introspection.source import KEY, TRUST, import_transformers
 
 from .formats import MEDIA_COLUMNS as COLUMNS
-from .formats import BadRow, Record, digest_of
+from .formats import BadRow, Record, digest_of, digest_of_bytes
 from .packing import Rows
 from .tokenizers import AligningTokenizer, Tokenizer, read_settings
 
@@ -118,7 +117,7 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
         ) from None
     except _unreadable() as error:
         raise BadRow(f"{where}: the image {path} does not open ({_reason(error)})") from None
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    digest = digest_of_bytes(content)
     return ImageFile(folder, name, *size, status.st_size, status.st_mtime_ns, digest)
 
 
@@ -261,7 +260,7 @@ class VisionProcessor:
         """A digest of the settings that determine tokens and pixels."""
         parts = [self._processor, self._processor.image_processor]
         settings = [type(self._processor).__name__, *(json.dumps(part.to_dict(), default=str) for part in parts)]
-        return hashlib.blake2b("\n".join(settings).encode(), digest_size=16).hexdigest()
+        return digest_of_bytes("\n".join(settings).encode())
 
     @functools.cached_property
     def _before(self) -> tuple[str, tuple[int, ...]]:

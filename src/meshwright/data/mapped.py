@@ -23,6 +23,7 @@ from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside
 
 from .corpus import META, TRAINING, VALIDATION, array_file, write_meta
+from .formats import digest_of_bytes
 from .options import SourceOptions
 from .packing import Corpus, Joined, Stream
 from .scan import Scan
@@ -162,11 +163,9 @@ class IndexingRecipe:
         ]
         for file in self.files:
             documents = self._documents.get(file.path)
-            known = "" if documents is None else hashlib.blake2b(documents.tobytes(), digest_size=16).hexdigest()
+            known = "" if documents is None else digest_of_bytes(documents.tobytes())
             made_of.append([file.path, file.n_bytes, file.changed_ns, file.dtype, file.begin, known])
-        return (
-            PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-        )
+        return PREFIX + digest_of_bytes(json.dumps(made_of).encode("utf-8", "surrogateescape"))
 
     def documents(self, file: MappedFile, ids: np.ndarray) -> list[np.ndarray]:
         """Split the first ids of a file into one array per document."""
