@@ -85,8 +85,8 @@ TENSOR = [
     Fault(
         "gradients of copied key heads are not summed",
         T + "parallel.py",
-        "    for parameter in sums.copied:\n        # ranks",
-        "    for parameter in ():\n        # ranks",
+        "        for parameter in sums.copied:\n            # ranks",
+        "        for parameter in ():\n            # ranks",
         FEW_HEADS,
         TP,
         rf"{GRADIENT}layers\.\d\.attention\.w[kv]\.weight",

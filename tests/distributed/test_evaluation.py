@@ -34,16 +34,16 @@ LAID_OUT = {
 DOUBLE = {"precision": {"master": "float64"}}
 
 
-def text() -> Stream:
+def text(kind: type[Stream] = Stream) -> Stream:
     tokens = np.random.default_rng(0).integers(0, 256, sum(LENGTHS)).astype(np.uint16)
     offsets = np.cumsum([0, *LENGTHS]).astype(np.int64)
     tokens[offsets[1:] - 1] = 256
-    return Stream("text", tokens, offsets)
+    return kind("text", tokens, offsets)
 
 
 def evaluated(layout, rows) -> Evaluation:
     model = parallelize(DECODER, layout, techniques=DOUBLE, seed=4)
-    split = ToTheEnd(text())
+    split = text(ToTheEnd)
     return evaluate_rows(model, [HeldOut("text", split, split.n_samples(SEQ))], SEQ, ByteTokenizer(), rows)
 
 
@@ -89,7 +89,7 @@ def test_every_layout_computes_the_mean_over_all_tokens(spmd, name, rows):
 @ranks(1)
 def test_a_text_shorter_than_a_row_is_evaluated():
     model = parallelize(DECODER, ONE, techniques=DOUBLE, seed=4)
-    split = ToTheEnd(Stream("text", text().tokens[:9], np.array([0, 9])))
+    split = ToTheEnd("text", text().tokens[:9], np.array([0, 9]))
     found = evaluate_rows(model, [HeldOut("text", split, split.n_samples(SEQ))], SEQ, IdTokenizer(257, 256), 2)
     rows = split.rows(np.zeros(3, dtype=np.int64), SEQ)
     assert (found.rows, found.bytes, found.bits_per_byte) == (1, None, None) and found.tokens == 8

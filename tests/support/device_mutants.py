@@ -33,7 +33,7 @@ def activations_freed_in_flight() -> AbstractContextManager:
 
 def messages_not_waited_for() -> AbstractContextManager:
     """What other ranks send is used as soon as it was asked for."""
-    return patch.object(exchange, "_waiting", lambda works, received, sent: lambda: received)
+    return patch.object(exchange, "_waiting", lambda received, sent, *works: lambda: received)
 
 
 def rows_of_experts_not_waited_for() -> AbstractContextManager:

@@ -64,7 +64,7 @@ def test_every_document_is_there_once_in_one_split_or_the_other(texts, tmp_path)
     assert sorted(training + validation) == sorted(TEXTS.values()) and training == sorted(training)
     assert len(validation) == 2 and corpus.training.tokens.dtype == np.uint16
     assert (
-        corpus.meta.n_tokens
+        corpus.meta.training.n_tokens + corpus.meta.validation.n_tokens
         == corpus.training.n_tokens + corpus.validation.n_tokens
         == sum(map(len, TEXTS.values())) + 10
     )

@@ -28,7 +28,7 @@ from .corpus import (
     read_meta,
     write_corpus,
 )
-from .formats import RECORD_FORMATS, BadRow, Record, digest_of, first_record, kind_of, kinds_listed
+from .formats import RECORD_FORMATS, BadRow, Record, digest_of, digest_of_bytes, first_record, kind_of, kinds_listed
 from .images import NO_IMAGES, ImageFile, Vision
 from .options import SourceOptions
 from .scan import Scan, SourceFile
@@ -305,7 +305,7 @@ class TokenisingRecipe:
     def __init__(
         self, scan: Scan, options: SourceOptions, tokenizer: Tokenizer, fraction: float, vision: Vision = NO_IMAGES
     ):
-        self.scan, self.options, self.tokenizer, self.fraction, self.vision = scan, options, tokenizer, fraction, vision
+        self.scan, self.options, self.tokenizer, self.fraction = scan, options, tokenizer, fraction
         if scan.format != "text":
             sample = first_record([file.path for file in scan.files], scan.format)
             self.task = choose_task(options, tokenizer, sample, vision)
@@ -348,7 +348,7 @@ class TokenisingRecipe:
             own = self.options
             made_of["records"] = [self.scan.format, self.task.name, self.task.fingerprint, own.end_of_answer]
             made_of["left_out"] = list(own.ignore)
-        return hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()
+        return digest_of_bytes(json.dumps(made_of).encode())
 
     read_meta = staticmethod(read_meta)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -39,7 +38,7 @@ from .corpus import (
     open_tokenised,
     read_meta,
 )
-from .formats import RECORD_FORMATS, BadRow, kinds_listed
+from .formats import RECORD_FORMATS, BadRow, digest_of_bytes, kinds_listed
 from .images import NO_IMAGES, PixelReader, Vision
 from .mapped import PREFIX, Index, IndexingRecipe, open_index
 from .options import MixturePart, SourceOptions
@@ -449,7 +448,7 @@ def trained_bpe(
         template = "" if options.template in ("", OWN) else Path(options.template).expanduser().read_text("utf-8")
         files = [[file.name, file.digest] for file in scan.files]
         made_of.append([scan.format, options.task, options.column, template, files])
-    path = root / f"bpe-{hashlib.blake2b(json.dumps(made_of).encode(), digest_size=16).hexdigest()}" / "tokenizer.json"
+    path = root / f"bpe-{digest_of_bytes(json.dumps(made_of).encode())}" / "tokenizer.json"
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -213,11 +213,9 @@ class Pictured(Whole):
         places = self.images.of(document)[:, 1:3].tolist()
         return next((begin for begin, end in places if begin < seq_len < end), seq_len)
 
-    def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        if seq_len not in self._packed:
-            documents = np.flatnonzero(self.kept_lengths(seq_len))
-            self._packed[seq_len] = documents, np.arange(len(documents) + 1)
-        return self._packed[seq_len]
+    def pack(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        documents = np.flatnonzero(self.kept_lengths(seq_len))
+        return documents, np.arange(len(documents) + 1)
 
 
 def beside_images(corpora: Sequence[Corpus], names: Sequence[str]) -> list[Corpus]:
@@ -273,12 +271,10 @@ class Pairs(Whole):
         """Return the number of answers that are left out since one of their pair is cut away."""
         return 0 if self.too_long == "skip" else self.n_documents - len(self._bins(seq_len)[0])
 
-    def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        if seq_len not in self._packed:
-            fits = (self.kept_lengths(seq_len) > 0).reshape(-1, 2).all(1)
-            documents = np.flatnonzero(np.repeat(fits, 2))
-            self._packed[seq_len] = documents, np.arange(len(documents) + 1)
-        return self._packed[seq_len]
+    def pack(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        fits = (self.kept_lengths(seq_len) > 0).reshape(-1, 2).all(1)
+        documents = np.flatnonzero(np.repeat(fits, 2))
+        return documents, np.arange(len(documents) + 1)
 
 
 VERSION = 3
@@ -339,14 +335,6 @@ class Meta:
     def identity(self) -> str:
         """The key, with the digest of the images where there are any."""
         return f"{self.key}-{self.pictures.digest}" if self.pictures else self.key
-
-    @property
-    def n_documents(self) -> int:
-        return self.training.n_documents + self.validation.n_documents
-
-    @property
-    def n_tokens(self) -> int:
-        return self.training.n_tokens + self.validation.n_tokens
 
     def sizes(self) -> dict[str, int]:
         """Return the expected size of each array file in bytes."""

@@ -510,6 +510,11 @@ def first_record(paths: Sequence[Path], format: str) -> Record:
     raise problem or ConfigError(f"data.source: {', '.join(map(str, paths[:3]))} holds no records")
 
 
+def digest_of_bytes(data: bytes) -> str:
+    """Return a blake2b digest, 32 hex digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def digest_of(path: Path) -> str:
     """Return the blake2b digest of a file, or of all files of a folder with their names; 32 hex digits."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]

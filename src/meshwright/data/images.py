@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import re
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError, MissingExtraError, UnsupportedError
-from meshwright.core.files import inside, read_json, refuse_links_out, refuse_pointer
+from meshwright.core.files import inside, refuse_links_out, refuse_pointer
 from meshwright.introspection.source import KEY, TRUST, import_transformers
 
 from .formats import MEDIA_COLUMNS as COLUMNS
-from .formats import BadRow, Record, digest_of
+from .formats import BadRow, Record, digest_of, digest_of_bytes
 from .packing import Rows
-from .tokenizers import AligningTokenizer, Tokenizer
+from .tokenizers import AligningTokenizer, Tokenizer, read_settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -118,7 +117,7 @@ def find_image(folder: Path, name: Any, where: str) -> ImageFile:
         ) from None
     except _unreadable() as error:
         raise BadRow(f"{where}: the image {path} does not open ({_reason(error)})") from None
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    digest = digest_of_bytes(content)
     return ImageFile(folder, name, *size, status.st_size, status.st_mtime_ns, digest)
 
 
@@ -261,7 +260,7 @@ class VisionProcessor:
         """A digest of the settings that determine tokens and pixels."""
         parts = [self._processor, self._processor.image_processor]
         settings = [type(self._processor).__name__, *(json.dumps(part.to_dict(), default=str) for part in parts)]
-        return hashlib.blake2b("\n".join(settings).encode(), digest_size=16).hexdigest()
+        return digest_of_bytes("\n".join(settings).encode())
 
     @functools.cached_property
     def _before(self) -> tuple[str, tuple[int, ...]]:
@@ -362,14 +361,14 @@ def _blank(width: int, height: int) -> Image:
 
 def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
     """Load a processor of transformers without the part for videos, or one of the folder's own code whole."""
-    settings = {name: _settings(folder, name) for name in _NAMES_CLASS}
+    settings = {name: read_settings(folder, name) for name in _NAMES_CLASS}
     code = next((name for name, keys in settings.items() if keys.get("auto_map")), "")
     name = next((str(keys["processor_class"]) for keys in settings.values() if keys.get("processor_class")), "")
     if name:
         kind = getattr(transformers, name, None)
     else:
         names = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
-        kind = getattr(transformers, str(names.get(_settings(folder, "config.json").get("model_type", ""))), None)
+        kind = getattr(transformers, str(names.get(read_settings(folder, "config.json").get("model_type", ""))), None)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     if kind is None and code and not trust_remote_code:
         raise ConfigError(
@@ -408,11 +407,6 @@ def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[st
     settings, _ = kind.get_processor_dict(folder, local_files_only=True)
     made = ImagesAlone.from_args_and_dict([makers[part]() for part in kind.get_attributes()], settings)
     return made[0] if isinstance(made, tuple) else made
-
-
-def _settings(folder: Path, name: str) -> dict[str, Any]:
-    file = inside(folder, name)
-    return read_json(file) if file.is_file() else {}
 
 
 # --- say whether a run's model takes images, and load its processor when data needs it

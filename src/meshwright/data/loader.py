@@ -83,9 +83,9 @@ class StreamedSamples:
             self._read_to(indexes, self._windows)
             firsts = np.array([first for first, _ in self._windows])
             which = np.searchsorted(firsts, indexes, side="right") - 1
-            pieces = [(self._windows[k][1], which == k, indexes[which == k] - firsts[k]) for k in np.unique(which)]
+            windows = [split for _, split in self._windows]
             self._hold(int(indexes.min()) if self._lowest is None else self._lowest)
-        return gather(pieces, len(indexes), self.seq_len)
+        return gather(windows, which, indexes - firsts[which], self.seq_len)
 
     def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
         """Return the most tokens that the samples at ``indexes`` hold before their padding: int64.

@@ -22,7 +22,8 @@ import numpy as np
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside
 
-from .corpus import META, TRAINING, VALIDATION, SplitSize, array_file, write_meta
+from .corpus import META, TRAINING, VALIDATION, array_file, write_meta
+from .formats import digest_of_bytes
 from .options import SourceOptions
 from .packing import Corpus, Joined, Stream
 from .scan import Scan
@@ -76,20 +77,6 @@ class Index:
     @property
     def n_tokens(self) -> int:
         return sum(file.n_tokens for file in self.files)
-
-    @property
-    def n_documents(self) -> int:
-        return sum(file.n_documents for file in self.files)
-
-    @property
-    def training(self) -> SplitSize:
-        """The number of training tokens."""
-        return SplitSize(n_tokens=self.n_training_tokens)
-
-    @property
-    def validation(self) -> SplitSize:
-        """The number of held-out tokens."""
-        return SplitSize(n_tokens=self.n_tokens - self.n_training_tokens)
 
 
 def read_index(folder: Path) -> Index:
@@ -176,11 +163,9 @@ class IndexingRecipe:
         ]
         for file in self.files:
             documents = self._documents.get(file.path)
-            known = "" if documents is None else hashlib.blake2b(documents.tobytes(), digest_size=16).hexdigest()
+            known = "" if documents is None else digest_of_bytes(documents.tobytes())
             made_of.append([file.path, file.n_bytes, file.changed_ns, file.dtype, file.begin, known])
-        return (
-            PREFIX + hashlib.blake2b(json.dumps(made_of).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-        )
+        return PREFIX + digest_of_bytes(json.dumps(made_of).encode("utf-8", "surrogateescape"))
 
     def documents(self, file: MappedFile, ids: np.ndarray) -> list[np.ndarray]:
         """Split the first ids of a file into one array per document."""

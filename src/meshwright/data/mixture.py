@@ -259,25 +259,13 @@ class Samples:
 
     def rows(self, indexes: np.ndarray) -> Rows:
         """Return the samples at ``indexes`` (integers, 0 or more, shape (rows,)); see ``Rows``."""
-        source, place = self.interleave.take(indexes)
-        return gather(
-            [
-                (self.splits[k], mine, self._samples(k, place[mine]))
-                for k in sorted(set(source.tolist()))
-                for mine in [source == k]
-            ],
-            len(source),
-            self.seq_len,
-        )
+        return gather(self.splits, *self._found(indexes), self.seq_len)
 
     def row_lengths(self, indexes: np.ndarray) -> np.ndarray:
         """Return the most tokens that the samples at ``indexes`` hold before their padding, in no order."""
-        source, place = self.interleave.take(indexes)
-        found = [
-            lengths_at(self.splits[k], self._samples(k, place[source == k]), self.seq_len)
-            for k in sorted(set(source.tolist()))
-        ]
-        return np.concatenate(found)
+        source, sample = self._found(indexes)
+        used = sorted(set(source.tolist()))
+        return np.concatenate([lengths_at(self.splits[k], sample[source == k], self.seq_len) for k in used])
 
     def epochs(self, index: int) -> dict[str, float]:
         """Return the number of epochs, as a fraction, of each source before ``index``."""
@@ -289,6 +277,11 @@ class Samples:
         """The number of successive samples that belong together; an order is over such groups."""
         return self.splits[0].rows_together
 
-    def _samples(self, source: int, places: np.ndarray) -> np.ndarray:
-        groups, member = np.divmod(places, self.rows_together)
-        return self.orders[source].take(groups) * self.rows_together + member
+    def _found(self, indexes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each index, and the sample of that source."""
+        source, place = self.interleave.take(indexes)
+        groups, member = np.divmod(place, self.rows_together)
+        for k in set(source.tolist()):
+            mine = source == k
+            groups[mine] = self.orders[k].take(groups[mine])
+        return source, groups * self.rows_together + member

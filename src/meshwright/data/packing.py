@@ -167,15 +167,7 @@ class Joined:
         indexes = checked(indexes, self.n_samples(seq_len), self.name)
         bounds = self._bounds(seq_len)
         which = np.searchsorted(bounds, indexes, side="right") - 1
-        return gather(
-            [
-                (self.parts[part], mine, indexes[mine] - bounds[part])
-                for part in sorted(set(which.tolist()))
-                for mine in [which == part]
-            ],
-            len(indexes),
-            seq_len,
-        )
+        return gather(self.parts, which, indexes - bounds[which], seq_len)
 
     def _bounds(self, seq_len: int) -> np.ndarray:
         return np.cumsum(
@@ -183,17 +175,16 @@ class Joined:
         )
 
 
-def gather(pieces: Sequence[tuple[Split, np.ndarray, np.ndarray]], n_rows: int, seq_len: int) -> Rows:
-    """Assemble one batch from several splits.
-
-    A piece is a split, a mask of its rows in the batch (bool, shape (n_rows,)), and the indexes of its samples.
-    """
-    if len(pieces) == 1:
-        return pieces[0][0].rows(pieces[0][2], seq_len)
+def gather(splits: Sequence[Split], which: np.ndarray, indexes: np.ndarray, seq_len: int) -> Rows:
+    """Assemble one batch from several splits: each row is the sample ``indexes`` of the split ``which``, (rows,)."""
+    used = sorted(set(which.tolist()))
+    if len(used) == 1:
+        return splits[used[0]].rows(indexes, seq_len)
     batch: Rows = {}
-    for split, places, indexes in pieces:
-        for key, value in split.rows(indexes, seq_len).items():
-            batch.setdefault(key, np.empty((n_rows, *value.shape[1:]), dtype=value.dtype))[places] = value
+    for k in used:
+        mine = which == k
+        for key, value in splits[k].rows(indexes[mine], seq_len).items():
+            batch.setdefault(key, np.empty((len(which), *value.shape[1:]), dtype=value.dtype))[mine] = value
     return batch
 
 
@@ -361,8 +352,11 @@ class Whole:
     def _bins(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in the order of the samples, and the offset of each sample among them."""
         if seq_len not in self._packed:
-            self._packed[seq_len] = best_fit(self.kept_lengths(seq_len), seq_len)
+            self._packed[seq_len] = self.pack(seq_len)
         return self._packed[seq_len]
+
+    def pack(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        return best_fit(self.kept_lengths(seq_len), seq_len)
 
 
 def are_longer(n: int, seq_len: int) -> str:

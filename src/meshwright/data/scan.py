@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from shlex import quote
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside, refuse_links_out, refuse_pointer, replace_text
 
-from .formats import MODULE, RECORD_FORMATS, SUFFIXES, UNPACKED, digest_of, is_saved_dataset, suffix_of
+from .formats import MODULE, RECORD_FORMATS, SUFFIXES, UNPACKED, digest_of, digest_of_bytes, is_saved_dataset, suffix_of
 from .options import BUILT_IN, FARMYARD, STDLIB
 
 CARD = "README.md"
@@ -393,7 +392,7 @@ class SourceFile:
             raise IntegrityError(
                 f"{self.path} could be read a moment ago, and cannot be now ({error.strerror}): start again"
             ) from error
-        if _digest(data) != self.digest:
+        if digest_of_bytes(data) != self.digest:
             raise self.changed(len(data))
         return data.decode("utf-8")
 
@@ -510,7 +509,7 @@ def scan_sources(sources: str | Sequence[str], format: str = "auto", memory: Pat
         try:
             if found == "text":
                 data = path.read_bytes()
-                file, refusal = SourceFile(name, path, len(data), _digest(data)), _undecodable(path, data)
+                file, refusal = SourceFile(name, path, len(data), digest_of_bytes(data)), _undecodable(path, data)
             elif (size := _size(path)) and found not in TOKEN_FORMATS:
                 file = SourceFile(name, path, size, digest_of(path), RECORD_FORMATS[found].count(path))
             else:  # ids are read and checked once, when they are indexed
@@ -557,7 +556,7 @@ def _memory_of(listed: list[tuple[str, str, Path]], format: str, folder: Path) -
             facts.append(
                 [source == STDLIB, name, str(each.absolute()), status.st_size, status.st_mtime_ns, status.st_ino]
             )
-    return folder / f"scan-{_digest(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
+    return folder / f"scan-{digest_of_bytes(json.dumps(facts).encode('utf-8', 'surrogateescape'))}.json"
 
 
 def _undecodable(path: Path, data: bytes) -> ConfigError | None:
@@ -577,7 +576,3 @@ def _in_utf8(path: Path, encoding: str) -> str:
     """Return how to write a text in UTF-8 beside it."""
     old, new = (quote(str(one)) for one in (path, path.with_name(f"utf8-{path.name}")))
     return f"write it into a new file (iconv -f {encoding} -t utf-8 {old} > {new}) and name that one"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

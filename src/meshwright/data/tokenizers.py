@@ -5,7 +5,6 @@ The byte tokenizer needs no file; all others are read from a local tokenizer.jso
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ import numpy as np
 
 from meshwright.core.errors import ConfigError, MissingExtraError, nearest
 from meshwright.core.files import inside, read_json, refuse_pointer
+
+from .formats import digest_of_bytes
 
 # --- read the files beside a tokenizer.json
 
@@ -344,8 +345,8 @@ class FileTokenizer:
         rules["model"] = {key: value for key, value in rules["model"].items() if key not in ("vocab", "merges")}
         kept = [rules[name] for name in ("normalizer", "pre_tokenizer", "added_tokens", "model")]
         kept += [self.before, self.behind, self._tokenizer.encode_special_tokens]
-        digest = hashlib.blake2b(content + json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-        self.fingerprint = f"file-{digest.hexdigest()}-end-{self.end_of_document}"
+        digest = digest_of_bytes(content + json.dumps(kept, sort_keys=True).encode())
+        self.fingerprint = f"file-{digest}-end-{self.end_of_document}"
 
     def _find_end(self, wanted: str | None, in_file: set[str]) -> int:
         special = self._special()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -71,7 +71,11 @@ class RankGroup(Protocol):
         ...
 
 
-def _waiting(works: Iterable[dist.Work | None], received: Tensor, sent: Tensor) -> Callable[[], Tensor]:
+Sending = tuple[Tensor, Tensor, dist.Work | None]
+"""The tensor that receives, the one that is sent, and, of a message that only begins, what waits for its end."""
+
+
+def _waiting(received: Tensor, sent: Tensor, *works: dist.Work | None) -> Callable[[], Tensor]:
     """Return a function that waits for messages, and returns what has been received; ``sent`` lives until then."""
     held = [sent]
 
@@ -125,21 +129,10 @@ class ProcessGroupRanks:
         return joined(self.gather_features(x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
-        def send() -> Tensor:
-            parts = by_rank(x, self.size)
-            mine = torch.empty_like(parts[0])
-            _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
-            return mine
-
-        return exchanged(send)
+        return exchanged(lambda: self._scatter(by_rank(x, self.size))[0])
 
     def gather_features(self, x: Tensor) -> Tensor:
-        def send() -> Tensor:
-            parts = x.new_empty((self.size, *x.shape))
-            _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
-            return parts
-
-        return exchanged(send)
+        return exchanged(lambda: self._gather(x)[0])
 
     def sum(self, x: Tensor) -> Tensor:
         return exchanged(self._reduced, x, dist.ReduceOp.SUM, into=x)
@@ -152,40 +145,35 @@ class ProcessGroupRanks:
         return x
 
     def trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        def send() -> Tensor:
-            received = x.new_empty(sum(receives))
-            dist.all_to_all_single(received, x.contiguous(), list(receives), list(sends), group=self.group)
-            return received
-
-        return exchanged(send)
+        return exchanged(lambda: self._trade(x, sends, receives)[0])
 
     def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        def begin() -> Callable[[], Tensor]:
-            parts, mine = x.new_empty((self.size, *x.shape)), x.contiguous()
-            return _waiting([_all_gather(parts.flatten(0, 1), mine, group=self.group, async_op=True)], parts, mine)
-
-        return exchanging(begin)
+        return exchanging(lambda: _waiting(*self._gather(x, begins=True)))
 
     def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
-        def begin() -> Callable[[], Tensor]:
-            mine, flat = torch.empty_like(parts[0]), parts.flatten(0, 1)
-            return _waiting([_reduce_scatter(mine, flat, group=self.group, async_op=True)], mine, flat)
-
-        return exchanging(begin)
+        return exchanging(lambda: _waiting(*self._scatter(parts, begins=True)))
 
     def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
-        def begin() -> Callable[[], Tensor]:
-            received, mine, sizes = x.new_empty(sum(receives)), x.contiguous(), (list(receives), list(sends))
-            work = dist.all_to_all_single(received, mine, *sizes, group=self.group, async_op=True)
-            return _waiting([work], received, mine)
+        return exchanging(lambda: _waiting(*self._trade(x, sends, receives, begins=True)))
 
-        return exchanging(begin)
+    def _gather(self, x: Tensor, *, begins: bool = False) -> Sending:
+        parts, mine = x.new_empty((self.size, *x.shape)), x.contiguous()
+        return parts, mine, _all_gather(parts.flatten(0, 1), mine, group=self.group, async_op=begins)
+
+    def _scatter(self, parts: Tensor, *, begins: bool = False) -> Sending:
+        mine, flat = torch.empty_like(parts[0]), parts.flatten(0, 1)
+        return mine, flat, _reduce_scatter(mine, flat, group=self.group, async_op=begins)
+
+    def _trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], *, begins: bool = False) -> Sending:
+        received, mine, sizes = x.new_empty(sum(receives)), x.contiguous(), (list(receives), list(sends))
+        work = dist.all_to_all_single(received, mine, *sizes, group=self.group, async_op=begins)
+        return received, mine, work
 
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received, mine = x.new_empty(elements), x.contiguous()
         to, source = self._ranks[(self.rank + shift) % self.size], self._ranks[(self.rank - shift) % self.size]
         sides = [dist.P2POp(dist.isend, mine, to, self.group), dist.P2POp(dist.irecv, received, source, self.group)]
-        return _waiting(dist.batch_isend_irecv(sides), received, mine)
+        return _waiting(received, mine, *dist.batch_isend_irecv(sides))
 
 
 # --- run the ranks of a rehearsal as threads: a small copy runs the real model's code, and messages stay in memory

@@ -272,9 +272,3 @@ def _tasks(request: TaskRequest) -> tuple[list[str], TaskManager]:
 def tokenizer_of(tokenizer: Tokenizer) -> Any:
     """Return the tokenizer as lm-eval's own models have it: transformers' where it has files."""
     return tokenizer.of_transformers if isinstance(tokenizer, FileTokenizer) else tokenizer
-
-
-def _plain(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return a task's figures as JSON values, without the name that lm-eval adds."""
-    kept = {name.removesuffix(",none"): value for name, value in figures.items() if name not in ("alias", "name")}
-    return {name: value for name, value in kept.items() if isinstance(value, int | float | str)}

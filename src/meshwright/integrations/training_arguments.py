@@ -100,9 +100,6 @@ TRAINING_ARGUMENTS: dict[str, Handling] = {
     "max_grad_norm": Handling("mapped", "max_norm of optimizer_step: the norm over all ranks' shards"),
     "bf16": Handling("mapped", "techniques.precision.compute = bfloat16"),
     "fp16": Handling("mapped", "techniques.precision.compute = float16, with a scaled loss"),
-    "activation_checkpointing_kwargs": Handling(
-        "mapped", "every_n_layers, offload: techniques.activation_checkpointing"
-    ),
     **dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs"), _RECOMPUTE),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs"), _RECOMPUTE),
     "torch_compile": Handling("mapped", "techniques.compile: each repeated block"),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from meshwright.core.config import to_dict
-from meshwright.core.devices import CPU, device_memory, is_accelerator
+from meshwright.core.devices import device_memory, is_accelerator
 from meshwright.core.dtypes import bytes_text, dtype_bytes
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.optimizer import low_bit
@@ -24,14 +24,14 @@ from meshwright.planning.values import Batch
 from meshwright.simulation.cards import machines
 from meshwright.simulation.from_model import job_of_plan
 from meshwright.simulation.step_memory import step_memory
-from meshwright.training.config import Config
+from meshwright.training.config import Config, leaves
 from meshwright.training.memory import host_memory
 
 WORTH_A_DRY_RUN = 1 / 3
 """Fraction of the memory that states, with a rough count of activations, must reach before a dry run is made."""
-LIBRARIES = {CPU: 0.4e9}
-"""Bytes that a rank's interpreter and torch take on a CPU: a rank of the smallest model was found to have a resident
-peak of 0.32 GB on Linux."""
+LIBRARIES = 0.4e9
+"""Bytes of host memory that a rank's interpreter and torch take: a rank of the smallest model was found to have a
+resident peak of 0.32 GB on Linux."""
 LIBRARIES_OF_DEVICES = 1.0e9
 """Bytes that driver, libraries and messages take on an accelerator: assumed."""
 HOST = "this host"
@@ -69,11 +69,6 @@ class Capacity:
         rank, local, world = get_world_info()
         ranks = ranks_per_node() or (1 if world > 1 else world)
         return cls(device, device_memory(device, local), host_memory(), ranks, rank)
-
-    @property
-    def room(self) -> int:
-        """Bytes that one rank has if the host's ranks share evenly."""
-        return self.host_bytes // self.ranks if self.device_bytes is None else self.device_bytes
 
 
 class MemoryNeed(NamedTuple):
@@ -190,7 +185,7 @@ def need(plan: Plan, capacity: Capacity, ranks: Sequence[RankBytes], *, with_lib
     together = each * sum(one.host for one in ranks)
     if count < plan.world:  # which stages are on this host is not known: the least, or with libraries the most
         together = count * (max if with_libraries else min)(one.host for one in ranks)
-    libraries = LIBRARIES.get(plan.device, LIBRARIES[CPU]) * count if with_libraries else 0
+    libraries = LIBRARIES * count if with_libraries else 0
     largest = max(ranks, key=lambda one: one.host)
     each_of = f"{count} ranks, each with " * (count > 1)
 
@@ -353,18 +348,10 @@ def _changed(config: Config, **techniques: Any) -> Config:
 
 def flags(config: Config, changed: Config) -> Iterator[str]:
     """Yield the flags of ``meshwright train`` that turn a config into a changed one."""
-    before = dict(_leaves(to_dict(config)))
-    for key, value in _leaves(to_dict(changed)):
+    before = dict(leaves(to_dict(config)))
+    for key, value in leaves(to_dict(changed)):
         if before[key] != value:
             yield f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
-
-
-def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def refuse_too_large(

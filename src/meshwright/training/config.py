@@ -331,6 +331,15 @@ class Config:
         return config
 
 
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a config as ``to_dict`` returns it."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
 def check(config: Config) -> None:
     """Check that every value of a config is legal, independent of the model and the mesh.
 

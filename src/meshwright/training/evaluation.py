@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,24 +37,8 @@ from meshwright.training.views.progress import Progress
 # --- choose the rows that an evaluation reads
 
 
-@dataclass(frozen=True, eq=False)
-class ToTheEnd:
-    """The rows of a stream, the last of which is filled up with padding, so that every token is in a row."""
-
-    stream: Stream
-    rows_together: ClassVar[int] = 1
-
-    @property
-    def name(self) -> str:
-        return self.stream.name
-
-    @property
-    def n_tokens(self) -> int:
-        return self.stream.n_tokens
-
-    @property
-    def n_documents(self) -> int:
-        return self.stream.n_documents
+class ToTheEnd(Stream):
+    """A stream whose last row is filled up with padding, so that every token is in a row."""
 
     def n_samples(self, seq_len: int) -> int:
         """Return the number of rows, the last one included."""
@@ -65,13 +49,12 @@ class ToTheEnd:
         """See ``Split``."""
         indexes, whole = np.asarray(indexes, dtype=np.int64).reshape(-1), self.n_tokens // seq_len
         is_last = indexes >= whole
-        read = {} if is_last.all() else self.stream.rows(indexes[~is_last], seq_len)
+        read = {} if is_last.all() else super().rows(indexes[~is_last], seq_len)
         if not is_last.any():
             return read
         begin, made = whole * seq_len, {}  # the tokens behind the last whole row, as one row
-        offsets = self.stream.offsets
-        ends = np.concatenate([[0], offsets[offsets > begin] - begin]).astype(np.int64)
-        tail = Stream(self.name, self.stream.tokens[begin:], ends)
+        ends = np.concatenate([[0], self.offsets[self.offsets > begin] - begin]).astype(np.int64)
+        tail = Stream(self.name, self.tokens[begin:], ends)
         fills = {"tokens": 0, "labels": IGNORE_INDEX, "positions": 0, "document_ids": -1}
         for key, value in tail.rows(np.zeros(1, dtype=np.int64), tail.n_tokens).items():
             value = np.pad(value, ((0, 0), (0, seq_len - tail.n_tokens)), constant_values=fills[key])
@@ -121,7 +104,7 @@ def rows_of(
     config = replace(config, data=replace(data, **{**own, "streaming": False}))
     (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
     if isinstance(split := corpus.training, Stream):
-        split = ToTheEnd(split)
+        split = ToTheEnd(split.name, split.tokens, split.offsets)
     elif isinstance(split, Whole):
         split = replace(split, name="evaluation")
         length = max(length, min(longest, int(split.lengths.max(initial=0))))

@@ -28,7 +28,7 @@ from meshwright.core.devices import CPU, check_device_type, finish_stream, is_ac
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.distributed.process.absent_peers import Duration, Message, Operator, OperatorRecorder, absent_peers
-from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool
+from meshwright.distributed.process.workers import WorkerDied, WorkerFailed, WorkerPool, with_variables
 from meshwright.distributed.process.world import STORE
 from meshwright.introspection.cluster import Cluster
 from meshwright.planning.explain import columns
@@ -180,14 +180,6 @@ class Rehearsal:
     def compile_seconds(self) -> float:
         """Seconds by which compilation made the first step longer than a later one; 0 where nothing is compiled."""
         return max(0.0, self.first_step_seconds - self.seconds) if self.is_compiled and self.step_seconds else 0.0
-
-    def to_json(self) -> str:
-        return to_json([self])
-
-    @classmethod
-    def from_json(cls, text: str) -> Rehearsal:
-        """Read the first rehearsal of a text; raises ConfigError as the function ``from_json`` does."""
-        return from_json(text)[0]
 
     def __str__(self) -> str:
         place = ", ".join(f"{axis} {number}" for axis, number in self.coordinates.items())
@@ -343,18 +335,9 @@ def alone_as(rank: int, world: int, per_node: int = 0, duration: Duration | None
     Raises:
         ConfigError: there is no such rank.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", STORE)
-    before = {name: os.environ.pop(name, None) for name in names}
-    values = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node or world}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        with absent_peers(rank, world, duration):
-            yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_node or world, STORE: None}
+    with with_variables(own), absent_peers(rank, world, duration):
+        yield
 
 
 def places(plan: Plan, rank: int) -> dict[str, int]:

@@ -276,15 +276,11 @@ def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.de
 
 
 def _copied(plain: Tensor, device: torch.device) -> Tensor:
-    here = torch.empty_like(plain, device=device)
-    here.copy_(plain, non_blocking=True)
-    return here
+    return torch.empty_like(plain, device=device).copy_(plain, non_blocking=True)
 
 
 def _to_host(plain: Tensor, *, pinned: bool) -> Tensor:
-    host = torch.empty_like(plain, device="cpu", pin_memory=pinned)
-    host.copy_(plain, non_blocking=True)
-    return host
+    return torch.empty_like(plain, device="cpu", pin_memory=pinned).copy_(plain, non_blocking=True)
 
 
 def portions(parameters: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:

@@ -31,7 +31,15 @@ from meshwright.distributed.optimizer.grad_clip import (
 )
 from meshwright.distributed.optimizer.owners import MatrixOwners
 from meshwright.distributed.torch_private import local_part
-from meshwright.distributed.weights.shards import SHARDS, Piece, local_gradient, pieces, whole_everywhere, with_local
+from meshwright.distributed.weights.shards import (
+    Piece,
+    groups_that_cut,
+    local_gradient,
+    pieces,
+    placed_gradient,
+    whole_everywhere,
+    with_local,
+)
 from meshwright.planning.optimizer import OptimizerKind
 from meshwright.planning.optimizer_collectives import size_of_sums
 
@@ -343,8 +351,6 @@ class _Stepped:
 
     @classmethod
     def of(cls, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> _Stepped:
-        gradient = parameter.grad
-        assert gradient is not None
         if not state:
             state["step"] = torch.tensor(0.0)
             if parameter.dim() > 1:
@@ -357,16 +363,9 @@ class _Stepped:
         for key in ("row_var", "col_var"):  # a checkpoint's, of the parameter's shape, lies as the parameter
             if isinstance(kept := state.get(key), DTensor):
                 state[key] = whole_everywhere(kept)
-        groups: Groups = ()
-        if isinstance(parameter, DTensor):
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-                gradient = gradient.redistribute(placements=parameter.placements)
-            mesh = parameter.device_mesh
-            cut = [i for i, p in enumerate(parameter.placements) if isinstance(p, SHARDS) and mesh.size(i) > 1]
-            groups = tuple(mesh.get_group(i) for i in cut)
-        here = list(zip(pieces(parameter), pieces(gradient), strict=True))
+        here = list(zip(pieces(parameter), pieces(placed_gradient(parameter)), strict=True))
         empty = torch.empty(0, device=parameter.device)
-        return cls(parameter, state, group, groups, here, empty, empty, [])
+        return cls(parameter, state, group, groups_that_cut(parameter), here, empty, empty, [])
 
     @property
     def wide(self) -> torch.dtype:

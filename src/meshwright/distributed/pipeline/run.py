@@ -32,7 +32,7 @@ from meshwright.distributed.step.deferred import DeferredGradients, defer_linear
 from meshwright.distributed.step.objective import LossFunction, objective_of
 from meshwright.distributed.step.part import Batch, Inputs, ModelPart
 from meshwright.distributed.tensor.layers import runtime_of
-from meshwright.distributed.tensor.parallel import summing, sums_of
+from meshwright.distributed.tensor.parallel import gradients_aside, summing, sums_of
 from meshwright.distributed.torch_private import local_part
 from meshwright.introspection.signature import logits_of
 from meshwright.planning.pipeline.orders import forwards
@@ -180,18 +180,12 @@ class Ties:
     @contextmanager
     def summing(self) -> Iterator[None]:
         """Sum over both stages, on exit, the shared gradients that the step inside adds."""
-        held = [p for pair in self.pairs for p in pair if p is not None and p.requires_grad]
-        before = [p.grad for p in held]
-        for parameter in held:
-            parameter.grad = None
-        yield
-        with torch.no_grad():
-            for first, last in self.pairs:
-                if any(p is not None and p.requires_grad for p in (first, last)):
-                    self._sum(first, last)
-        for parameter, earlier in zip(held, before, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        with gradients_aside(p for pair in self.pairs for p in pair if p is not None and p.requires_grad):
+            yield
+            with torch.no_grad():
+                for first, last in self.pairs:
+                    if any(p is not None and p.requires_grad for p in (first, last)):
+                        self._sum(first, last)
 
     def _sum(self, first: nn.Parameter | None, last: nn.Parameter | None) -> None:
         if first is not None and last is not None:

@@ -252,7 +252,7 @@ def _serve(pipe: Connection, rank: int, threads: int, folder: Path) -> None:
         except (EOFError, ConnectionError, KeyboardInterrupt):
             return
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE: store}
-        with _with_variables(own), suppress(BrokenPipeError, ConnectionError):
+        with with_variables(own), suppress(BrokenPipeError, ConnectionError):
             _perform(path, job, pipe)
 
 
@@ -296,22 +296,26 @@ def is_broken_collective(error: BaseException) -> bool:
 
 def _not_from_the_current_folder() -> AbstractContextManager[None]:
     """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
-    return _with_variables({"PYTHONSAFEPATH": "1"})
+    return with_variables({"PYTHONSAFEPATH": "1"})
 
 
 @contextmanager
-def _with_variables(values: Mapping[str, object]) -> Iterator[None]:
-    """Set environment variables, and restore them on exit."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
+def with_variables(values: Mapping[str, object]) -> Iterator[None]:
+    """Set environment variables, or unset those of the value None, and restore them on exit."""
+
+    def change(wanted: Mapping[str, object]) -> None:
+        for name, value in wanted.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
-                os.environ[name] = value
+                os.environ[name] = str(value)
+
+    before = {name: os.environ.get(name) for name in values}
+    change(values)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def meeting_place() -> Path | None:

@@ -42,13 +42,7 @@ class VocabularyShard:
 
 
 def vocabulary_parallel_cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    shard: VocabularyShard,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    weights: Tensor | None = None,
+    logits: Tensor, labels: Tensor, shard: VocabularyShard, *, weights: Tensor | None = None
 ) -> Tensor:
     """Sum the cross entropies of all tokens with a label, in nats and at least fp32; 0-dim, equal on every rank.
 
@@ -57,29 +51,20 @@ def vocabulary_parallel_cross_entropy_sum(
     Args:
         logits: (..., shard.size) of this rank's ids. Their gradient is this rank's part of the whole one.
         labels: (...) int64, ``IGNORED`` where there is no loss. The loss of an id outside the vocabulary is NaN.
-        label_smoothing: share of the target that is spread evenly over the vocabulary (arXiv 1512.00567).
-        z_loss: factor of the squared log of the sum of exponentials (PaLM, arXiv 2204.02311).
         weights: (...) floats by which the tokens' losses are multiplied.
     """
-    return _CrossEntropy.apply(logits, labels, shard, label_smoothing, z_loss, weights, False)
+    return _CrossEntropy.apply(logits, labels, shard, weights, False)
 
 
 def vocabulary_parallel_row_log_probs(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
     """Sum log-probabilities of labels (rows, seq) by row from a shard of logits, as ``row_log_probs`` does of all."""
-    return -_CrossEntropy.apply(logits, labels, shard, 0.0, 0.0, None, True).view(labels.shape).sum(1)
+    return -_CrossEntropy.apply(logits, labels, shard, None, True).view(labels.shape).sum(1)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        shard: VocabularyShard,
-        smoothing: float,
-        z_loss: float,
-        weights: Tensor | None,
-        by_token: bool,
+        ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, weights: Tensor | None, by_token: bool
     ) -> Tensor:
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         flat = labels.flatten()
@@ -93,37 +78,28 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = wide - top.unsqueeze(1)
         exponentials = shifted.exp()
         target = shifted.gather(1, place).squeeze(1) * is_here if shard.size else torch.zeros_like(top)
-        sums = torch.stack([exponentials.sum(1), target, *([shifted.sum(1)] if smoothing else [])])
+        sums = torch.stack([exponentials.sum(1), target])
         sums = sums if shard.group is None else shard.group.sum(sums)
 
-        log_sum = sums[0].log()  # of the shifted logits
-        losses = log_sum - (1 - smoothing) * sums[1]
-        if smoothing:
-            losses = losses - smoothing / shard.whole * sums[2]
+        losses = sums[0].log() - sums[1]
         # no rank has such an id: a loss of nothing would be silent
         losses = torch.where(is_real & ((flat < 0) | (flat >= shard.whole)), torch.nan, losses)
-        whole_log_sum = log_sum + top
-        if z_loss:
-            losses = losses + z_loss * whole_log_sum.square()
-        ctx.shard, ctx.smoothing, ctx.shape, ctx.dtype = shard, smoothing, logits.shape, logits.dtype
+        ctx.shard, ctx.shape, ctx.dtype = shard, logits.shape, logits.dtype
         softmax = exponentials.div_(sums[0].unsqueeze(1))
         counts = is_real.to(losses.dtype) if weights is None else is_real * weights.flatten().to(losses.dtype)
-        slope = (1 + 2 * z_loss * whole_log_sum) * counts
-        ctx.save_for_backward(softmax, slope, place, is_here * counts, counts)
+        ctx.save_for_backward(softmax, place, is_here * counts, counts)
         each = torch.where(is_real, losses, 0.0) * counts
         return each if by_token else each.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (grad_output,) = grad_outputs
-        softmax, slope, place, counts_here, counts = ctx.saved_tensors
-        gradient = softmax * slope.unsqueeze(1)
-        if ctx.smoothing:
-            gradient -= (ctx.smoothing / ctx.shard.whole) * counts.unsqueeze(1)
+        softmax, place, counts_here, counts = ctx.saved_tensors
+        gradient = softmax * counts.unsqueeze(1)
         if ctx.shard.size:
-            gradient.scatter_add_(1, place, -(1 - ctx.smoothing) * counts_here.unsqueeze(1))
+            gradient.scatter_add_(1, place, -counts_here.unsqueeze(1))
         by_token = grad_output if grad_output.dim() == 0 else grad_output.unsqueeze(1)
-        return (gradient * by_token).to(ctx.dtype).view(ctx.shape), None, None, None, None, None, None
+        return (gradient * by_token).to(ctx.dtype).view(ctx.shape), None, None, None, None
 
 
 LossOfLogits = Callable[[Tensor, slice], Tensor]

@@ -6,7 +6,7 @@ The code that lays out the real model wraps the modules here too; only the trans
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -284,28 +284,32 @@ def sums_of(model: nn.Module, plan: Plan) -> Sums:
 
 
 @contextmanager
-def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
-    """Sum over ``group``, on exit, the gradients that backwards inside add.
-
-    Gradients from before are put aside, and added afterwards.
-    """
-    before = [(parameter, parameter.grad) for parameter in (*sums.whole, *sums.copied, *sums.alike)]
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Put gradients from before aside, and add them afterwards."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
     yield
-    for parameter in sums.alike:
-        if parameter.grad is not None:
-            local_part(parameter.grad).div_(group.size)
-    places = [(local_part(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
-    for parameter in sums.copied:
-        # ranks with copies of the same part share a slot
-        for piece in pieces(parameter.grad) if parameter.grad is not None else ():
-            if (n := piece.copies) > 1:
-                places.append((piece.local, group.rank // n, group.size // n))
-    functions.add_up(places, group)
     for parameter, earlier in before:
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+@contextmanager
+def summing(sums: Sums, group: RankGroup) -> Iterator[None]:
+    """Sum over ``group``, on exit, the gradients that backwards inside add."""
+    with gradients_aside((*sums.whole, *sums.copied, *sums.alike)):
+        yield
+        for parameter in sums.alike:
+            if parameter.grad is not None:
+                local_part(parameter.grad).div_(group.size)
+        places = [(local_part(p.grad), 0, 1) for p in (*sums.whole, *sums.alike) if p.grad is not None]
+        for parameter in sums.copied:
+            # ranks with copies of the same part share a slot
+            for piece in pieces(parameter.grad) if parameter.grad is not None else ():
+                if (n := piece.copies) > 1:
+                    places.append((piece.local, group.rank // n, group.size // n))
+        functions.add_up(places, group)
 
 
 # --- rehearse a tensor plan before its first use, with threads for ranks, and compare with plain torch

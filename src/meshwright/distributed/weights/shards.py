@@ -176,13 +176,18 @@ def with_local(like: DTensor, local: Tensor) -> DTensor:
     )
 
 
-def local_gradient(parameter: Tensor) -> Tensor:
-    """Return the local part of a parameter's gradient, placed as the parameter."""
+def placed_gradient(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient, placed as the parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part(gradient)
+    return gradient
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return the local part of a parameter's gradient, placed as the parameter."""
+    return local_part(placed_gradient(parameter))
 
 
 def memory_of(tensor: Tensor) -> list[Tensor]:
@@ -239,6 +244,15 @@ def runs_at(tensor: DTensor, where: Sequence[int]) -> list[list[LocalRange]]:
     return runs
 
 
+def groups_that_cut(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a tensor's shards are disjoint; none if it is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    cut = (i for i, place in enumerate(tensor.placements) if isinstance(place, SHARDS) and mesh.size(i) > 1)
+    return tuple(mesh.get_group(i) for i in cut)
+
+
 def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sketch of each whole tensor, summed over the ranks' shards: (TENSOR_WIDTH,) float64 on the CPU.
 
@@ -246,14 +260,7 @@ def sketches(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        groups: tuple[dist.ProcessGroup, ...] = ()
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            groups = tuple(
-                mesh.get_group(i)
-                for i, place in enumerate(tensor.placements)
-                if isinstance(place, SHARDS) and mesh.size(i) > 1
-            )
+        groups = groups_that_cut(tensor)
         here = [sketch_part(piece.local, piece.offset, tuple(tensor.shape)) for piece in first_copies(tensor)]
         by_groups.setdefault(groups, {})[name] = sum(
             here, torch.zeros(TENSOR_WIDTH, dtype=torch.float64, device=tensor.device)

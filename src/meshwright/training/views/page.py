@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import bytes_text, count_text, duration_text
 from meshwright.core.errors import ConfigError
-from meshwright.training.config import Config
+from meshwright.training.config import Config, leaves
 from meshwright.training.metrics import NAME, metric_lines
 from meshwright.training.run.occupancy import is_occupied
 from meshwright.training.run.request import read_request
@@ -446,16 +446,11 @@ def config_rows(config: Config) -> Iterable[tuple[str, str, str]]:
 
     The key of the run's own folder says nothing of its training, and is left out.
     """
-    usual = dict(_leaves(to_dict(Config())))
-    yield from ((key, value, usual.get(key, ABSENT)) for key, value in _leaves(to_dict(config)) if key != "run")
-
-
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    own, usual = (
+        {key: "none" if value is None else json.dumps(value, ensure_ascii=False, default=str) for key, value in found}
+        for found in (leaves(to_dict(config)), leaves(to_dict(Config())))
+    )
+    yield from ((key, value, usual.get(key, ABSENT)) for key, value in own.items() if key != "run")
 
 
 def _plan(file: Path) -> str:
