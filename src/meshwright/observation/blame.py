@@ -24,7 +24,21 @@ from .findings import Finding, Off, is_router, ranks_of
 from .groups import sums_a_copy
 from .passes import ROUNDING, Passes, factor, is_one
 from .rates import other_rates
-from .traces import NOTHING, Place, Run, first_step, own_part, part, places_in, places_of, relative, rows_given, vector
+from .traces import (
+    NOTHING,
+    Place,
+    Run,
+    begins_alike,
+    first_step,
+    own_part,
+    part,
+    places_in,
+    places_of,
+    relative,
+    rows_given,
+    steps_away,
+    vector,
+)
 
 MOST_NOISE = 0.1
 """Relative error of an output that noise of the size of rounding cannot make."""
@@ -79,6 +93,14 @@ class Blame:
                 raise ConfigError(f"{many.folder}: {why}")
         whole = self.base["steps"][0]["before"].keys()
         found = {place.name for placed in self.places for place in placed.values()}
+        for rank, names in enumerate(held):  # what nobody else holds is that, though its values are another's
+            alone = {
+                name: Place(name)
+                for name in names.keys() & whole - found
+                if names[name]["shape"] == self.base["steps"][0]["before"][name]["shape"]
+            }
+            self.places[rank] |= alone
+        found |= {place.name for placed in self.places for place in placed.values()}
         unplaced = set().union(*(names.keys() - placed for names, placed in zip(held, self.places, strict=True)))
         self.unknown = tuple(sorted(unplaced | (whole - found))) if whole - found else ()
         self.is_short = any(step["short"] for trace in (self.base, *many.ranks) for step in trace["steps"])
@@ -146,6 +168,8 @@ class Blame:
                 names = {place.name for rank in alone for place in self.places[rank].values()}
                 why = "it is updated, and others leave the update out"
                 return Diagnosis(self.base, self.many, self.places, step).of_missing(names, alone, why)
+            if away := self._left_out(step):
+                return Diagnosis(self.base, self.many, self.places, step).of_left_out(away)
             steps = [len(trace["steps"]) for trace in self.many.ranks]
             # weights that a rank is given after it has left are no step's
             leaves = [step + 1 == n < max(steps) for n in steps]
@@ -320,6 +344,18 @@ class Blame:
         most = max((n_calls[rank] for rank in found), default=0)
         rest = [n for rank, n in enumerate(n_calls) if rank not in found]
         return found if rest and min(rest) > most else []
+
+    def _left_out(self, step: int) -> list[int]:
+        """List the ranks that take no step here and go on later, from other parameters than the rest."""
+        found = []
+        for rank, trace in enumerate(self.many.ranks):
+            if step not in steps_away(trace["steps"]):
+                continue
+            back = next(n for n in range(step, len(trace["steps"])) if trace["steps"][n] is not NOTHING)
+            others = [self.many.step(n, back) for n in range(len(self.many.ranks)) if self.many.step(n, step)["after"]]
+            if not any(begins_alike(trace["steps"][back], other) for other in (self.base["steps"][back], *others)):
+                found.append(rank)
+        return found
 
     def _has_left(self, step: int) -> bool:
         every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]

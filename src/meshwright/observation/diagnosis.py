@@ -120,6 +120,13 @@ class Diagnosis:
             for pair in pairs
         )
 
+    def of_left_out(self, ranks: Sequence[int]) -> Finding:
+        """Describe a step that ranks do not take, such as one whose scaled gradients are not finite."""
+        begins = Resume(self.many, self.number)
+        resumed = all(begins.reads(rank) for rank in ranks)
+        kind = begins.kind(ranks, [], ["scale"]) if resumed else "not updated"
+        return self.finding(".+", ranks, kind, "", "no step is taken")
+
     def of_missing(self, names: set[str], ranks: Iterable[int], why: str) -> Finding:
         """Describe parameters on which ranks did not agree."""
         order = list(self.whole["before"])
@@ -352,10 +359,10 @@ class Diagnosis:
         if not everywhere:
             return "missing reduction", "", ranks
         self.is_vague = True
+        if is_one_loss or (scales and not any(scales)):
+            return "missing reduction", "each rank takes the loss of what it has alone", ranks
         if shares:
             return "wrong scale", "rows count by other shares of the loss", ranks
-        if is_one_loss and not self.passes.pairs(self.passes.in_order()[-1]):
-            return "missing reduction", "the loss is taken of parts of outputs", ranks
         bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
         kind, why = ("double", "some of it counts again") if bigger else ("missing", "some of it lacks")
         return f"{kind} reduction", why, ranks
@@ -531,12 +538,13 @@ class Diagnosis:
         elif len(ranks) < self.n or self._replicas_differ(off):
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
-        elif not all(
-            factor(o.found - b, o.whole - b, 5e-2)  # type: ignore[operator]
-            for o, b in zip(off, map(self._before, off), strict=True)
-        ):
+        elif not all(is_one([self._scale_of_update(o) for o in off if o.name == name], 5e-2) for name in names):
             kind, why = "missing reduction", "each rank computes an update of its own"
         return self.finding(place, ranks, kind, why, "the update differs")
+
+    def _scale_of_update(self, off: Off) -> float | None:
+        before = self._before(off)
+        return factor(off.found - before, off.whole - before, 5e-2)  # type: ignore[operator]
 
     def _comes_a_step_later(self, off: list[Off]) -> bool:
         later = [(o, self.many.step(o.rank, self.number + 1)["after"].get(self._own_name(o))) for o in off]

@@ -79,7 +79,9 @@ class Run:
         return cls(Path(folder), found)
 
     def aligned(self, one: dict[str, Any]) -> Run:
-        """Return the run with empty steps in front where a rank joined later, as its rows say.
+        """Return the run with empty steps where a rank took none, as its rows say: it joined later, or was away.
+
+        A rank that was away takes part again from where its parameters are those of one process, if they ever are.
 
         Args:
             one: the trace of one process.
@@ -88,14 +90,24 @@ class Run:
         order = {
             name: n for step in reversed(one["steps"]) for c in step["calls"] for n, name in enumerate(c["inputs"])
         }
-        ranks = []
+        every = []
         for trace in self.ranks:
-            own = [rows_given(step) for step in trace["steps"]]
             for call in (call for step in trace["steps"] for call in step["calls"]):  # a batch may be a dict
                 call["inputs"] = dict(sorted(call["inputs"].items(), key=lambda item: order.get(item[0], len(order))))
-            spare = range(max(0, len(rows) - len(own)) + 1)
-            late = max(spare, key=lambda n: (sum(len(a & b) for a, b in zip(own, rows[n:], strict=False)), -n))
-            ranks.append({**trace, "steps": [NOTHING] * late + trace["steps"]})
+            own = trace["steps"]
+            # passes before the last one may be those of steps that were not taken
+            times = matched([rows_given({"calls": step["calls"][-1:]}) for step in own], rows)
+            every.append([NOTHING] * (times[-1] + 1 if times else 0))
+            for step, time in zip(own, times, strict=True):
+                every[-1][time] = step
+        for steps in every:
+            away = [time for time in steps_away(steps) if time < len(rows)]
+            others = [one["steps"], *(other for other in every if other is not steps)]
+            back = range(away[-1] + 1 if away else len(steps), len(steps))
+            right = [n for n in back if any(begins_alike(steps[n], other[n]) for other in others if n < len(other))]
+            for time in range(back.start, right[0] if right else back.start):
+                steps[time] = NOTHING
+        ranks = [{**trace, "steps": steps} for trace, steps in zip(self.ranks, every, strict=True)]
         return Run(self.folder, ranks)
 
     @property
@@ -106,6 +118,38 @@ class Run:
         """Return a rank's step; an empty one if the rank took fewer."""
         steps = self.ranks[rank]["steps"]
         return steps[step] if step < len(steps) else NOTHING
+
+
+def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
+    """Return the step of one process that each of a rank's steps is, by their rows; the first ones where all fit."""
+    best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (max(len(own), len(rows)) + 1)
+    for number, mine in enumerate(own):
+        longer, last = [], (-1, [0], [0])
+        for step in range(len(best) - 1):
+            if number <= step:
+                score, early, found = best[step]
+                shared = len(mine & rows[step]) if step < len(rows) else 0
+                last = max(last, (score + shared, [*early, -step], [*found, step]))
+            longer.append(last)
+        best = [(-1, [], []), *longer]
+    return best[-1][2]
+
+
+def steps_away(steps: list[dict[str, Any]]) -> list[int]:
+    """List the steps that a rank did not take between steps that it took."""
+    taken = [number for number, step in enumerate(steps) if step is not NOTHING]
+    return sorted(set(range(taken[0], taken[-1])).difference(taken)) if taken else []
+
+
+def begins_alike(step: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether the parameters of the same name and shape, if there are any, begin two steps alike."""
+    pairs = [(entry, other["before"].get(name)) for name, entry in step["before"].items()]
+    errors = [
+        relative(vector(entry), vector(theirs))
+        for entry, theirs in pairs
+        if theirs is not None and theirs["shape"] == entry["shape"]
+    ]
+    return bool(errors) and max(errors) <= 1e-3
 
 
 def without_undone(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -244,11 +288,16 @@ def places_in(mine: dict[str, Any], whole: dict[str, Any]) -> dict[str, Place]:
         if entry["shape"] == whole[guess]["shape"]:
             found[name] = Place(guess)
             continue
-        beside = [p for n, p in found.items() if n.rpartition(".")[0] == module and p.dim == 0 and p.index is not None]
-        index = next((p.index for p in beside if p.index is not None), None)
-        (n, *rest), (n_whole, *rest_whole) = entry["shape"] or [0], whole[guess]["shape"] or [0]
-        if index is not None and len(index) == n and int(index.max()) < n_whole and rest == rest_whole:
-            found[name] = Place(guess, 0, index)
+        own, all_ = entry["shape"], whole[guess]["shape"]
+        cut = [dim for dim, (a, b) in enumerate(zip(own, all_, strict=False)) if a != b]
+        if len(own) != len(all_) or len(cut) != 1:
+            continue
+        for other, place in list(found.items()):
+            if other.rpartition(".")[0] != module or place.index is None or len(place.index) != own[cut[0]]:
+                continue
+            if whole[place.name]["shape"][place.dim] == all_[cut[0]]:
+                found[name] = Place(guess, cut[0], place.index)
+                break
     return found
 
 

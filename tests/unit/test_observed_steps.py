@@ -1,0 +1,87 @@
+"""Which step of one process each step of a rank is, and which parameter of one process a rank's is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.observation.blame import Blame
+from meshwright.observation.traces import NOTHING, Run, matched, places_in, steps_away
+
+
+@pytest.mark.parametrize(
+    ("own", "times"),
+    [
+        (["ab", "cd", "ef", "gh"], [0, 1, 2, 3]),
+        (["ef", "gh"], [2, 3]),  # joined later
+        (["ab", "gh"], [0, 3]),  # was away
+        (["a", "c"], [0, 1]),  # left
+        (["xy", "zw"], [0, 1]),  # rows that one process never has
+        (["ab", "cd", "ef", "gh", "ij"], [0, 1, 2, 3, 4]),
+        ([], []),
+    ],
+)
+def test_steps_are_found_by_their_rows(own, times):
+    assert matched([set(rows) for rows in own], [set(rows) for rows in ("ab", "cd", "ef", "gh")]) == times
+
+
+def test_a_batch_that_repeats_leaves_no_gap():
+    assert matched([{"a"}] * 2, [{"a"}] * 4) == [0, 1]
+
+
+def step(rows: str, *before: float) -> dict[str, Any]:
+    calls = [{"inputs": {"x": {"rows": [*row]}}} for row in rows.split()]
+    weight = {"m": [torch.tensor(before)], "shape": [len(before)], "dtype": "float32", "whole": None, "offset": None}
+    return NOTHING | {"calls": calls, "before": {"w": weight}, "after": {"w": weight}}
+
+
+ONE = [step(rows, number, 1.0) for number, rows in enumerate(("ab", "cd", "ef", "gh", "ij"))]
+
+
+def beside_one(*steps: dict[str, Any]) -> Run:
+    """The run in which a first rank does as one process, and a second takes these steps."""
+    return Run(None, [{"steps": steps} for steps in (ONE, [*steps])]).aligned({"steps": ONE})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "taken"),
+    [
+        ((ONE[0], step("cd ef gh", 3.0, 1.0), ONE[4]), [0, 3, 4]),  # calls before the last are those of steps left out
+        ((ONE[0], step("gh", 1.0, 1.0), ONE[4]), [0, 4]),  # it has its parameters again behind its first step
+        ((ONE[0], step("gh", 1.0, 1.0), step("ij", 2.0, 1.0)), [0, 3, 4]),  # it never has
+        ((ONE[2], ONE[3], ONE[4]), [2, 3, 4]),
+    ],
+)
+def test_a_rank_that_was_away_takes_part_again_once_it_has_the_parameters(steps, taken):
+    own = beside_one(*steps).ranks[1]["steps"]
+    assert [number for number, one in enumerate(own) if one is not NOTHING] == taken
+    assert steps_away(own) == sorted({*range(taken[0], 5)} - {*taken})
+
+
+@pytest.mark.parametrize(
+    ("steps", "step_of_it", "is_found"),
+    [
+        ((ONE[0], ONE[1], ONE[4]), 2, False),  # somebody gave it what the others had computed
+        ((ONE[0], ONE[1], step("ij", 2.0, 1.0)), 2, True),
+        ((ONE[0], ONE[1], step("ij", 2.0, 1.0)), 1, False),
+        ((ONE[0], ONE[1]), 2, False),  # it has left
+    ],
+)
+def test_a_step_that_is_left_out_is_a_fault_if_parameters_differ_afterwards(steps, step_of_it, is_found):
+    blame = SimpleNamespace(base={"steps": ONE}, many=beside_one(*steps))
+    assert Blame._left_out(blame, step_of_it) == ([1] if is_found else [])  # type: ignore[arg-type]
+
+
+def test_a_parameter_of_zeros_is_cut_as_its_neighbour():
+    def table(rows: list[float], columns: int) -> dict[str, Any]:
+        marginals = [torch.tensor(rows), torch.full((columns,), sum(rows))]
+        return {"m": marginals, "shape": [len(rows), columns], "dtype": "float32", "whole": None, "offset": None}
+
+    whole = {"a.down": table([1.0, 2.0, 3.0, 4.0], 6), "a.up": table([0.0] * 8, 4)}
+    own = {"a.down": table([3.0, 4.0], 6), "a.up": table([0.0] * 8, 2)}
+    place = places_in(own, whole)["a.up"]
+    assert (place.name, place.dim) == ("a.up", 1) and place.index is not None and place.index.tolist() == [2, 3]
+    assert "a.up" not in places_in(own, whole | {"a.up": table([0.0] * 8, 5)})
