@@ -18,7 +18,7 @@ from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions
 from .functions import Branch
-from .layers import LossRequest, LossSite, Runtime, held
+from .layers import LossRequest, LossSite, Runtime, local
 from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
 
 PLAIN_LAYER = (Branch((PLAIN,)),)
@@ -79,7 +79,7 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
             if size:
                 found = forward((tokens - first).masked_fill(elsewhere, 0))
             else:
-                weight, _ = held(module)
+                weight, _ = _held(module)
                 found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
         finally:
             if padding is not None:
@@ -105,7 +105,7 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
         if runtime.request is not None:
             whole = x if takes_whole else functions.gathered(x, runtime.sequence)
             return _loss_deferred(runtime, runtime.request, module, whole, VocabularyShard.of(rows, group))
-        weight, bias = held(module)
+        weight, bias = _held(module)
         if takes_whole:
             own = nn.functional.linear(x, weight, bias)
         else:
@@ -169,7 +169,7 @@ def _loss_deferred(
     runtime: LossSite, request: LossRequest, head: nn.Module, x: Tensor, shard: VocabularyShard | None
 ) -> Tensor:
     """Return deferred logits; the requested loss is computed once it is known what the model does to them."""
-    weight, bias = held(head)
+    weight, bias = _held(head)
     rows = weight.shape[0] if shard is None else shard.whole
     tape, begun = begin(x, rows, "Set techniques.loss_chunks = 1.")
     show_computed(begun, x.new_empty((x.shape[0], 0, rows)))
@@ -223,3 +223,10 @@ def _part_of(logits: DeferredLogits, shard: VocabularyShard) -> VocabularyShard:
     assert columns is not None
     mine = within(columns, range(shard.first, shard.first + shard.size))
     return VocabularyShard(mine.start - columns.start, len(mine), len(columns), shard.group)
+
+
+def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's parts of weight and bias."""
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    return local(weight), None if bias is None else local(bias)

@@ -123,13 +123,6 @@ def local(parameter: Tensor) -> Tensor:
     return _Local.apply(parameter)
 
 
-def held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's parts of weight and bias."""
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    return local(weight), None if bias is None else local(bias)
-
-
 class _Local(torch.autograd.Function):
     """``to_local`` in half the time: the layout of the whole gradient is known, and not derived anew."""
 
@@ -394,7 +387,9 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
     """Make a linear layer row-parallel: each rank has some input features."""
 
     def row_forward(x: Tensor) -> Tensor:
-        weight, bias = held(module)
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        weight, bias = local(weight), None if bias is None else local(bias)
         if bias is not None and reduction.sums_bias:
             bias = functions.summing_gradients(bias, runtime.group)
         way = products_of(module, transposed, ROW)
