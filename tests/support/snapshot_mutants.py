@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -361,11 +362,24 @@ def an_old_portion_twice():
 def finished_for_the_portion_only():
     """The next step waits for the portion that is being copied, and not for those that follow."""
 
+    copy = Snapshot.copy
+    steps = threading.Event()
+
     def finish(self):
         while self._copy_one():
             pass
+        steps.set()
 
-    with patch.object(Snapshot, "finish", finish), patch.object(snapshot, "_version", lambda plain: 0):
+    def later(self, number):
+        if number:
+            steps.wait(5.0)
+            time.sleep(0.2)  # until the step that does not wait has changed the state
+        else:
+            steps.clear()
+        copy(self, number)
+
+    changed = patch.object(Snapshot, "finish", finish), patch.object(Snapshot, "copy", later)
+    with changed[0], changed[1], patch.object(snapshot, "_version", lambda plain: 0):
         yield
 
 

@@ -80,21 +80,21 @@ def test_the_tests_import_this_checkout():
 
 
 BUDGET: dict[str, tuple[int, int, int]] = {
-    ".": (2, 130, 0),
+    ".": (2, 126, 0),
     "checkpoint": (18, 4998, 22),
     "cli": (20, 2433, 17),
-    "comparison": (4, 790, 0),
+    "comparison": (4, 782, 0),
     "core": (19, 3201, 5),
-    "data": (16, 6600, 40),
-    "distributed": (88, 21300, 108),
-    "integrations": (9, 1750, 12),
-    "introspection": (37, 10259, 49),
-    "models": (4, 720, 5),
-    "observation": (20, 4332, 52),
-    "planning": (34, 8742, 44),
-    "simulation": (13, 4560, 28),
-    "training": (41, 10947, 46),
-    "verification": (15, 3740, 7),
+    "data": (16, 6549, 40),
+    "distributed": (88, 21261, 108),
+    "integrations": (9, 1740, 12),
+    "introspection": (37, 10235, 48),
+    "models": (4, 716, 5),
+    "observation": (20, 4424, 54),
+    "planning": (34, 8601, 42),
+    "simulation": (13, 4497, 27),
+    "training": (41, 10904, 46),
+    "verification": (15, 3724, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
 
