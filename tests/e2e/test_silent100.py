@@ -101,6 +101,9 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
         "mean-teacher-of-rank-zero",  # a dict that one rank does not update
         "stopped-between-microbatches",  # gradients, lost at a resume
         "queue-of-own-keys",  # ranks that draw noise of their own
+        "caution-averaged-over-own-piece",  # updates of other sizes on each rank
+        "overlap-of-own-pictures",  # a loss of own rows that is no sum
+        "strength-of-adapters-by-cut-rank",  # parameters of zeros, cut as their neighbours
         "sound-average-on-rank-zero",
         "sound-convolution-as-a-product",  # weights of other dims
         "sound-cut-the-other-way-each-step",  # parameters that find a new place in each step
