@@ -17,6 +17,7 @@ from meshwright.cli.main import main
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan as build_plan
 from meshwright.simulation.answer import Proposal
+from meshwright.simulation.foresee import CHOSEN
 
 pytestmark = pytest.mark.all
 
@@ -217,6 +218,13 @@ def test_what_a_request_states_is_kept_by_every_candidate(rows, stated):
         assert {key: getattr(one.techniques, key) for key in stated} == stated
     assert len(answer.kept) == len(stated) + (rows > 0)
     assert all(one.step_s < answer.candidates[0].step_s for one in answer.freed)
+
+
+@pytest.mark.parametrize("kind", [dict, Techniques])
+def test_auto_states_nothing(kind):
+    asked = {"batch": Batch(16, 64), "cluster": H100, "pins": ("pp=1", "cp=1")}
+    auto = foresee(MODEL, techniques=kind(**dict.fromkeys(CHOSEN.values(), "auto")), **asked)
+    assert auto.to_json() == foresee(MODEL, **asked).to_json() and not auto.kept
 
 
 def test_a_faster_layout_without_what_was_set_is_a_section_of_its_own():

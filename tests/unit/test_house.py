@@ -92,7 +92,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 716, 5),
     "observation": (20, 4424, 54),
     "planning": (34, 8601, 42),
-    "simulation": (13, 4497, 27),
+    "simulation": (13, 4501, 27),
     "training": (41, 10904, 46),
     "verification": (15, 3724, 7),
 }

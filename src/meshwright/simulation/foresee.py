@@ -205,7 +205,11 @@ class _Question:
                 f"pins are for a layout that is searched, and the request states one ({layout}). Leave the layout out"
                 f" and pin its sizes, such as tp={layout.tp}."
             )
+        if isinstance(techniques, dict):
+            techniques = {key: value for key, value in techniques.items() if value != "auto"}
         requested = as_techniques(techniques)
+        opened = [key for key in CHOSEN.values() if getattr(requested, key) == "auto"]
+        requested = replace(requested, **{key: getattr(DEFAULTS, key) for key in opened})
         facts = facts_with(model, requested.adapters, hints)
         return cls(facts, layout, batch, cluster, replace(requested, adapters=None), conditions, reduction)
 
