@@ -6,6 +6,7 @@ import hashlib
 import re
 import subprocess
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.data import scan as sources
-from meshwright.data.formats import ANIMALS, MODULE, farmyard
+from meshwright.data.formats import FARMYARD_FILE, farmyard
 from meshwright.data.scan import scan_sources
 
 
@@ -82,13 +83,16 @@ def test_the_demos_text_is_the_same_everywhere_and_true_of_its_animals(tmp_path,
     assert str(scan_sources("farmyard")) == "12000 documents about animals" and names(scan_sources("./farmyard")) == [
         "a.txt"
     ]
-    texts = [record["text"] for _, record in farmyard(MODULE)]
+    texts = [record["text"] for _, record in farmyard(FARMYARD_FILE)]
     assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == "3c3d27b3ba3d800d"
+    animals = tomllib.loads(FARMYARD_FILE.read_text(encoding="utf-8"))["animals"]
     for sentence in "\n".join(texts[:300]).splitlines():
         words = sentence.removesuffix(".").split()
-        food, sound = ANIMALS[next(word for word in words if word in ANIMALS)]
+        food, sound = animals[next(word for word in words if word in animals)]
         assert words[-1] in (food, sound) and ("says" not in words or words[-1] == sound)
         assert "eats" not in words or words[words.index("eats") + 1] == food
+    # with another digest other documents are held out, and README's losses are others
+    assert scan_sources("farmyard").files[0].digest == "d4814e8c0ea41a40ad697bf762a19a19"
     with pytest.raises(ConfigError, match=r"data.format = 'jsonl': 'farmyard' is text"):
         scan_sources("farmyard", "jsonl")
 

@@ -85,7 +85,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
     "core": (19, 3201, 5),
-    "data": (16, 6549, 40),
+    "data": (16, 6533, 40),
     "distributed": (88, 21261, 108),
     "integrations": (9, 1740, 12),
     "introspection": (37, 10235, 48),

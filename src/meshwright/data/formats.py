@@ -12,6 +12,7 @@ import json
 import lzma
 import random
 import re
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -274,48 +275,22 @@ class _ListText:
         self.text, self.at, self._is_whole = self.text[self.at :] + piece, 0, not data
 
 
-# --- write the demo's text
+# --- draw the demo's text
 
-MODULE = Path(__file__)
-"""The file that stands for the text: its digest changes where the sentences do."""
-
-DOCUMENTS = 12_000
-SENTENCES = 3
-"""In a document."""
-ANIMALS = {
-    "cow": ("grass", "moo"),
-    "dog": ("meat", "woof"),
-    "cat": ("fish", "meow"),
-    "sheep": ("hay", "baa"),
-    "duck": ("bread", "quack"),
-    "pig": ("corn", "oink"),
-    "horse": ("oats", "neigh"),
-    "hen": ("seeds", "cluck"),
-    "owl": ("mice", "hoot"),
-    "bee": ("honey", "buzz"),
-}
-"""Animal -> (its food, its sound)."""
-ADJECTIVES = ("old", "young", "big", "small", "happy", "sleepy")
+FARMYARD_FILE = Path(__file__).with_name("farmyard.toml")
 
 
 def farmyard(path: Path) -> Rows:
-    """Yield the records of the demo, whose one file is this module; they are the same on every machine."""
-    draw = random.Random(0)
-    for number in range(1, DOCUMENTS + 1):
-        yield number, {"text": "\n".join(draw_sentence(draw) for _ in range(SENTENCES))}
+    """Yield the records of the demo, drawn from a file's words; they are the same on every machine."""
+    words, draw = tomllib.loads(path.read_text(encoding="utf-8")), random.Random(0)
 
+    def sentence() -> str:  # true of its animal: food and sound follow from the animal alone
+        adjective, animal = draw.choice(words["adjectives"]), draw.choice(list(words["animals"]))
+        food, sound = words["animals"][animal]
+        return draw.choice(words["patterns"]).format(adjective=adjective, animal=animal, food=food, sound=sound)
 
-def draw_sentence(draw: random.Random) -> str:
-    """Return a sentence that is true of its animal: food and sound follow from the animal alone."""
-    adjective, animal = draw.choice(ADJECTIVES), draw.choice(list(ANIMALS))
-    food, sound = ANIMALS[animal]
-    return draw.choice(
-        (
-            f"The {adjective} {animal} eats {food} and says {sound}.",
-            f"My {adjective} {animal} says {sound}.",
-            f"Every {animal} eats {food}.",
-        )
-    )
+    for number in range(1, words["documents"] + 1):
+        yield number, {"text": "\n".join(sentence() for _ in range(words["sentences"]))}
 
 
 # --- count and read records of each file format, a few at a time
@@ -452,7 +427,7 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
     "parquet": RecordFormat(parquet_rows, lambda path: _open_parquet(path).metadata.num_rows),
     "csv": RecordFormat(table_rows),
     "dataset": RecordFormat(saved_rows, lambda path: len(_open_saved(path))),
-    FARMYARD: RecordFormat(farmyard, lambda path: DOCUMENTS),
+    FARMYARD: RecordFormat(farmyard, lambda path: tomllib.loads(path.read_text(encoding="utf-8"))["documents"]),
 }
 
 

@@ -12,7 +12,7 @@ from meshwright.core.config.ranges import FROM_0, NOT_EMPTY
 
 Format = Literal["auto", "text", "jsonl", "json", "csv", "parquet", "dataset", "npy", "bin", "megatron"]
 FARMYARD = "farmyard"
-"""The word for the demo's text (``sources/farmyard``)."""
+"""The word for the demo's text (``farmyard.toml``)."""
 STDLIB = "stdlib"
 """The word for the source code of the running Python's standard library."""
 BUILT_IN = (FARMYARD, STDLIB)

@@ -17,7 +17,16 @@ from shlex import quote
 from meshwright.core.errors import ConfigError, IntegrityError, nearest
 from meshwright.core.files import inside, refuse_links_out, refuse_pointer, replace_text
 
-from .formats import MODULE, RECORD_FORMATS, SUFFIXES, UNPACKED, digest_of, digest_of_bytes, is_saved_dataset, suffix_of
+from .formats import (
+    FARMYARD_FILE,
+    RECORD_FORMATS,
+    SUFFIXES,
+    UNPACKED,
+    digest_of,
+    digest_of_bytes,
+    is_saved_dataset,
+    suffix_of,
+)
 from .options import BUILT_IN, FARMYARD, STDLIB
 
 CARD = "README.md"
@@ -299,7 +308,7 @@ def _files_of(source: str, format: str, split: str) -> tuple[list[tuple[str, Pat
         ]
         return sorted(files), 0
     if source == FARMYARD:
-        return [(source, MODULE)], 0
+        return [(source, FARMYARD_FILE)], 0
     root = Path(source).expanduser().absolute()  # cached scans must be valid in every working folder
     if format == "dataset":
         refuse_links_out(root)
