@@ -125,10 +125,10 @@ COMMANDS = [
     ("measure", "measure FILE --ranks=2", ["--ranks"], "training.machine.measure_here"),
     ("launch", "launch --dry-run", ["--dry-run"], ""),
     (
-        "plan --world=2 --data.tokenizer=absent.json",
-        "plan --world=2 --data.tokenizer=absent.json --model.vocab_size=300",
+        "launch --dry-run --data.tokenizer=absent.json",
+        "launch --dry-run --data.tokenizer=absent.json --model.vocab_size=300",
         ["--model.vocab_size", "model.vocab_size"],
-        "planning.build.plan",
+        "",
     ),
     (
         f"{ON_CPUS} --with=none.json {SMALL}",
