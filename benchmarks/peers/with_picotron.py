@@ -36,8 +36,8 @@ def build(question: Question):
     if question.max_norm or question.recomputes:
         raise NotImplementedError("no clipping and no recomputation: ask it --with nothing, or accumulate")
     cpu = question.device == "cpu"
-    os.environ |= {"FLASH_ATTEN": "01"[not cpu], "DEVICE": question.device, "DTYPE": "float32"}
-    os.environ["CONTEXT_PARALLEL"] = "01"[question.layout == "context"]
+    os.environ |= {"FLASH_ATTEN": str(int(not cpu)), "DEVICE": question.device, "DTYPE": "float32"}
+    os.environ["CONTEXT_PARALLEL"] = str(int(question.layout == "context"))
     if cpu:
         leave_out_kernels()
         torch.cuda.synchronize = lambda _device=None: None  # its pipeline waits for a GPU behind each message

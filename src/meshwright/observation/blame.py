@@ -93,7 +93,7 @@ class Blame:
                 raise ConfigError(f"{many.folder}: {why}")
         whole = self.base["steps"][0]["before"].keys()
         found = {place.name for placed in self.places for place in placed.values()}
-        for rank, names in enumerate(held):  # what nobody else holds is that, though its values are another's
+        for rank, names in enumerate(held):  # values may be those of another parameter, which this rank lacks
             alone = {
                 name: Place(name)
                 for name in names.keys() & whole - found

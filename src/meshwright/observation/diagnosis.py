@@ -122,9 +122,8 @@ class Diagnosis:
 
     def of_left_out(self, ranks: Sequence[int]) -> Finding:
         """Describe a step that ranks do not take, such as one whose scaled gradients are not finite."""
-        begins = Resume(self.many, self.number)
-        resumed = all(begins.reads(rank) for rank in ranks)
-        kind = begins.kind(ranks, [], ["scale"]) if resumed else "not updated"
+        resumed = all(map(self.resume.reads, ranks))
+        kind = self.resume.kind(ranks, [], ["scale"]) if resumed else "not updated"
         return self.finding(".+", ranks, kind, "", "no step is taken")
 
     def of_missing(self, names: set[str], ranks: Iterable[int], why: str) -> Finding:

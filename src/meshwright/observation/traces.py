@@ -81,7 +81,7 @@ class Run:
     def aligned(self, one: dict[str, Any]) -> Run:
         """Return the run with empty steps where a rank took none, as its rows say: it joined later, or was away.
 
-        A rank that was away takes part again from where its parameters are those of one process, if they ever are.
+        A rank that was away takes part again once its parameters are those of one process or of another rank.
 
         Args:
             one: the trace of one process.
@@ -101,12 +101,12 @@ class Run:
             for step, time in zip(own, times, strict=True):
                 every[-1][time] = step
         for steps in every:
-            away = [time for time in steps_away(steps) if time < len(rows)]
+            away = steps_away(steps)
             others = [one["steps"], *(other for other in every if other is not steps)]
-            back = range(away[-1] + 1 if away else len(steps), len(steps))
-            right = [n for n in back if any(begins_alike(steps[n], other[n]) for other in others if n < len(other))]
-            for time in range(back.start, right[0] if right else back.start):
-                steps[time] = NOTHING
+            for time in range(away[-1] + 1 if away else len(steps), len(steps)):
+                if any(begins_alike(steps[time], other[time]) for other in others if time < len(other)):
+                    steps[away[-1] + 1 : time] = [NOTHING] * (time - away[-1] - 1)
+                    break
         ranks = [{**trace, "steps": steps} for trace, steps in zip(self.ranks, every, strict=True)]
         return Run(self.folder, ranks)
 
@@ -121,7 +121,11 @@ class Run:
 
 
 def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
-    """Return the step of one process that each of a rank's steps is, by their rows; the first ones where all fit."""
+    """Return, for each step of a rank, the step of one process with which it shares rows, in increasing order.
+
+    The rows in common are the most that such an order can have (Needleman and Wunsch 1970, with gaps on one side); of
+    equal orders it is the earliest.
+    """
     best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (max(len(own), len(rows)) + 1)
     for number, mine in enumerate(own):
         longer, last = [], (-1, [0], [0])
