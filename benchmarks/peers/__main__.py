@@ -79,8 +79,12 @@ def row(paired: list[dict], alone: list[dict], bare: list[dict]) -> str:
         return paired[0]["said"]
     figures = []
     if "bare" in paired[0]:
-        theirs, by_hand = (map(sum, zip(*(rank[name] for rank in paired), strict=True)) for name in ("system", "bare"))
-        figures.append(f"cpu {statistics.median(a / b for a, b in zip(theirs, by_hand, strict=True)):.2f}")
+        for place, kind in enumerate(("cpu", "wall")):
+            theirs, by_hand = (
+                [sum(step[place] for step in steps) for steps in zip(*(rank[name] for rank in paired), strict=True)]
+                for name in ("system", "bare")
+            )
+            figures.append(f"{kind} {statistics.median(a / b for a, b in zip(theirs, by_hand, strict=True)):.2f}")
         figures.append(f"calls {paired[0]['calls'] / paired[0]['bare_calls']:.2f}")
     if "said" not in bare[0]:
         figures.append(f"start {sum(rank['start_s'] for rank in alone) - sum(rank['start_s'] for rank in bare):+.1f} s")

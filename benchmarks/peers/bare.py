@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .problem import Question, mean
+from .problem import TOKENS, Question, mean
 
 PACKAGES: list[str] = []
 
@@ -26,7 +26,7 @@ def build(question: Question):
     """Return a function that trains on the microbatches of a step and returns the loss it would log."""
     mesh = init_device_mesh(question.device, (question.world,))
     if question.layout == "pipeline":
-        return pipeline(question)
+        return pipeline(question, Stage(question.model(), question.rank))
     model = question.model()
     if question.layout in ("zero3", "zero2"):
         for block in model.model.layers:
@@ -41,10 +41,15 @@ def build(question: Question):
     return loop(question, model)
 
 
-def loop(question: Question, model: nn.Module):
-    """Return the step that all systems share whose model is called and whose optimizer is torch's."""
+def loop(question: Question, model: nn.Module, logits=None):
+    """Return the step that all systems share whose model is called and whose optimizer is torch's.
+
+    Args:
+        logits: calls the model on tokens; by default as a model of transformers is called.
+    """
     optimizer = question.optimizer(model.parameters())
-    positions = torch.arange(128, device=question.device)[None] if question.layout == "sequence" else None
+    positions = torch.arange(TOKENS, device=question.device)[None] if question.layout == "sequence" else None
+    logits = logits or (lambda tokens: model(input_ids=tokens, position_ids=positions).logits)
 
     def step(parts) -> float:
         loss = 0.0
@@ -52,7 +57,7 @@ def loop(question: Question, model: nn.Module):
             last = number == len(parts) - 1
             if question.layout in ("zero2", "ddp") and len(parts) > 1:
                 set_sync(model, last)
-            share = mean(model(input_ids=part["tokens"], position_ids=positions).logits, part["labels"]) / len(parts)
+            share = mean(logits(part["tokens"]), part["labels"]) / len(parts)
             share.backward()
             loss = loss + share.detach()
         if question.max_norm:
@@ -130,9 +135,8 @@ class Stage(nn.Module):
         return hidden if self.norm is None else self.head(self.norm(hidden))
 
 
-def pipeline(question: Question):
-    """Cut the blocks in two, and run 1F1B over the microbatches."""
-    module = Stage(question.model(), question.rank)
+def pipeline(question: Question, module: nn.Module):
+    """Return a step of 1F1B over the microbatches, in which this rank's stage is ``module``."""
     stage = PipelineStage(module, question.rank, question.world, torch.device(question.device))
     schedule = Schedule1F1B(stage, question.microbatches, loss_fn=mean)
     optimizer = question.optimizer(module.parameters())

@@ -68,6 +68,24 @@ class Question:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
+    def give_weights(self, model: nn.Module, names: dict[str, str]) -> None:
+        """Copy the weights of ``model()`` into another library's Llama, this rank's part of those that it has cut.
+
+        Args:
+            names: parts of names in transformers, and what they are there.
+        """
+        weights = {}
+        for name, weight in self.model().state_dict().items():
+            for theirs, own in names.items():
+                name = name.replace(theirs, own)
+            weights[name] = weight
+        for name, parameter in model.named_parameters():
+            part = weights[name]
+            for dim, size in enumerate(parameter.shape):
+                if part.shape[dim] != size:
+                    part = part.chunk(self.world, dim)[self.rank]
+            parameter.data = part.clone()
+
     def rows(self, ignored: bool) -> Batch:
         """Return the step's rows of all ranks: ``tokens`` and ``labels`` (rows, tokens), labels shifted by one.
 

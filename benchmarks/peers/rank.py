@@ -67,7 +67,10 @@ def main(question: str, file: str) -> None:
     uneven_step, uneven = system.build(problem), problem.cut(problem.share(True))
     found["uneven"] = abs([uneven_step(uneven) for _ in range(STEPS)][-1] - truth(problem, True, STEPS))
     found["calls"] = python_calls(step, whole)
-    seconds: dict[str, list[float]] = {"system": [], "bare": []}
+    seconds: dict[str, list[tuple[float, float]]] = {
+        "system": [],
+        "bare": [],
+    }  # CPU, clock
     try:
         loops = {"system": step, "bare": importlib.import_module("benchmarks.peers.bare").build(problem)}
         loops["bare"](whole)
@@ -76,9 +79,9 @@ def main(question: str, file: str) -> None:
         for number in range(asked["pairs"]):
             for name in seconds if number % 2 else reversed(seconds):
                 dist.barrier()
-                begun = time.process_time()
+                begun = time.process_time(), time.perf_counter()
                 loops[name](whole)
-                seconds[name].append(time.process_time() - begun)
+                seconds[name].append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
         found |= seconds
     except NotImplementedError:
         pass

@@ -1,4 +1,4 @@
-"""Accelerate: DDP. Its FSDP plugin is passed over on a CPU without a word, so sharding is asked for on GPUs alone."""
+"""Accelerate: DDP and FSDP2, whose plugin it passes over on a CPU without a word: its state is set by hand there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ PACKAGES = ["accelerate"]
 
 def build(question: Question):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
 
     sharded = question.layout in ("zero3", "zero2")
     if not sharded and question.layout != "ddp":
         raise NotImplementedError(f"no {question.layout} of its own: transformers' plans, in with_transformers.py")
-    if sharded and question.device == "cpu":
-        raise NotImplementedError("its FSDP plugin is passed over on a CPU: the model would train with DDP")
     plugin = None
     if sharded:
         plugin = FullyShardedDataParallelPlugin(
@@ -28,6 +27,8 @@ def build(question: Question):
     accelerator = Accelerator(
         cpu=question.device == "cpu", fsdp_plugin=plugin, gradient_accumulation_steps=question.microbatches
     )
+    if sharded:
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     model = question.model()
     model, optimizer = accelerator.prepare(model, question.optimizer(model.parameters()))
 

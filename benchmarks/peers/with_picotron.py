@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .problem import ROWS, TOKENS, Question, mean
 
@@ -56,7 +55,7 @@ def build(question: Question):
         model = apply_tensor_parallel(model)
     if question.layout == "pipeline":
         model = PipelineParallel(model, config)
-    take_weights(model.to(question.device), question)
+    question.give_weights(model.to(question.device), NAMES)
     if question.layout in ("ddp", "context"):
         model = DataParallelBucket(model)
     optimizer = question.optimizer(model.parameters())
@@ -97,21 +96,6 @@ class Rows:
     def __next__(self) -> dict[str, torch.Tensor]:
         part = next(self.parts)
         return {"input_ids": part["tokens"], "target_ids": part["labels"], "position_ids": torch.arange(TOKENS)}
-
-
-def take_weights(model: nn.Module, question: Question) -> None:
-    """Copy the shared weights into its model, this rank's part of those that are cut."""
-    weights = {}
-    for name, weight in question.model().state_dict().items():
-        for theirs, own in NAMES.items():
-            name = name.replace(theirs, own)
-        weights[name] = weight
-    for name, parameter in model.named_parameters():
-        part = weights[name]
-        for dim, size in enumerate(parameter.shape):
-            if part.shape[dim] != size:
-                part = part.chunk(question.world, dim)[question.rank]
-        parameter.data = part.clone()
 
 
 def leave_out_kernels() -> None:

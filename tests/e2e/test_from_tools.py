@@ -52,7 +52,7 @@ def test_fabric_with_a_tensor_axis_beside_trains_alike(spmd, measured):
 
 
 def test_accelerate_trains_as_with_its_own_fsdp(spmd, measured):
-    theirs = spmd(2, with_its_fsdp, "accelerate_before")
+    theirs = spmd(2, with_its_fsdp, "accelerate_before", None, False)
     ours = spmd(2, with_accelerate, "accelerate_after")
     assert len(ours[0]) == STEPS and ours[0] == ours[1]
     worst = furthest(ours[0], theirs[0])

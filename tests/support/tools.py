@@ -50,8 +50,8 @@ def with_accelerate(name: str, options: dict[str, Any] | None = None, *, fsdp: b
         return losses_of(name, options)
 
 
-def with_its_fsdp(name: str, options: dict[str, Any] | None = None) -> list[float]:
-    """The same, with accelerate's own FSDP2 on the CPU; the model has DTensors."""
+def with_its_fsdp(name: str, options: dict[str, Any] | None = None, pretend: bool = True) -> list[float]:
+    """The same, with accelerate's own FSDP2 on the CPU; unless ``pretend``, the script itself sees to that."""
     import torch.distributed.fsdp as fsdp
 
     calls, fully_shard = [], fsdp.fully_shard
@@ -62,7 +62,7 @@ def with_its_fsdp(name: str, options: dict[str, Any] | None = None) -> list[floa
 
     fsdp.fully_shard = counted
     try:
-        losses = with_accelerate(name, options, fsdp=True)
+        losses = with_accelerate(name, options, fsdp=pretend)
     finally:
         fsdp.fully_shard = fully_shard
     assert calls, "the tool sharded nothing"
