@@ -635,7 +635,7 @@ def test_what_does_not_fit_is_refused():
             "compile",
             {"activation_memory_budget": 1.5},
             ConfigError,
-            "activation_memory_budget = 1.5: a share of what would be kept",
+            "activation_memory_budget = 1.5 is out of range",
         ),
     ],
 )

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import meshwright
 from meshwright import ParallelModel, Techniques
 from meshwright.core.config import from_dict, public_keys
 from meshwright.core.config.ranges import limits
-from meshwright.core.config.schema import sections
+from meshwright.core.config.schema import field_types, sections, union_arms
 from meshwright.core.errors import MeshwrightError
-from meshwright.planning import rules
 from meshwright.planning.pipeline.orders import KINDS
 from meshwright.training.slurm import LaunchConfig
 
@@ -278,7 +278,6 @@ def flags_of(verb: str) -> set[str]:
     from meshwright.cli.main import VERBS as known
     from meshwright.core.config import public_keys
     from meshwright.core.config.flags import flag_of
-    from meshwright.core.config.schema import field_types
 
     usage, _ = described(verb, known[verb][0])
     keys = {f"--{key.partition('[]')[0]}" for key in public_keys(config_of(verb))} if KEYS in usage else set()
@@ -329,9 +328,6 @@ def _wrong_keys(text: str) -> Iterator[str]:
 
 
 def _wrong_value(key: str, value: object) -> Iterator[str]:
-    section, _, name = key.partition(".")
-    if section == "techniques" and name in rules.LEGAL and value not in rules.LEGAL[name]:
-        yield f"{key} = {value} is none of {rules.LEGAL[name]}"
     try:
         from_dict(LaunchConfig, nested(key, value))
         if key in limits(LaunchConfig):
@@ -503,7 +499,11 @@ def _way(words: str, subjects: list[str], line: str) -> list[Way]:
     return [tuple((key, value_of(value)) for key, value in pairs if key is not None)]
 
 
-CHOICES = {f"techniques.{key}": legal for key, legal in rules.LEGAL.items()} | {"techniques.pipeline_schedule": KINDS}
+CHOICES = {
+    f"techniques.{key}": [*get_args(arms[-1]), *[True, False][: 2 * (bool in arms)]]
+    for key, arms in ((key, union_arms(kind)) for key, kind in field_types(Techniques).items())
+    if get_origin(arms[-1]) is Literal
+} | {"techniques.pipeline_schedule": KINDS}
 
 
 def legal(line: str) -> list[Way]:

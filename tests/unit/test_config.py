@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +27,11 @@ from meshwright.core.config import (
     to_toml,
 )
 from meshwright.core.config.read import line_index
-from meshwright.core.config.schema import field_types, is_section, row_of, union_arms
+from meshwright.core.config.schema import field_types, is_section, is_unset, row_of, union_arms
 from meshwright.core.errors import ConfigError
 from meshwright.introspection.adapter_request import Adapters
 from meshwright.planning.layout import Layout
-from meshwright.planning.techniques import RunTechniques
+from meshwright.planning.techniques import Precision, RunTechniques, Techniques, as_techniques
 from meshwright.training.config import Config
 
 
@@ -231,6 +232,42 @@ def test_unknown_key_names_itself_its_right_place_and_its_neighbours(data, key, 
 
 def test_an_instance_serves_as_its_section():
     assert from_dict(Config, {"layout": Layout(tp=2)}).layout.tp == 2
+
+
+@pytest.mark.parametrize("name", field_types(Techniques))
+def test_techniques_made_in_code_are_read_as_a_files_are(name):
+    """Python lets every value into a dataclass."""
+    with pytest.raises(ConfigError, match=rf"techniques: {name} = "):
+        as_techniques(Techniques(**{name: object()}))
+
+
+@pytest.mark.parametrize(
+    ("techniques", "says"),
+    [
+        (Techniques(compile="no"), 'compile = "no" is text; expected true or false'),
+        (Techniques(adapters=Adapters(kind="lorra")), "adapters.kind = \"lorra\" is text; .* Did you mean 'lora'"),
+        (Techniques(precision=Precision(loss_scale="8")), "precision.loss_scale = .* Write it without quotes"),
+        (Techniques(precision=Precision(compute=torch.bfloat16)), 'Write its name: compute = "bfloat16"'),
+        (Techniques(loss_chunks=0), "techniques.loss_chunks = 0 is out of range: it must be 1 or more"),
+        (RunTechniques(zero_stage=4), 'zero_stage = 4 .* expected one of "auto", 0, 1, 2, 3'),
+    ],
+)
+def test_wrong_techniques_made_in_code_are_refused_in_the_words_of_a_file(techniques, says):
+    with pytest.raises(ConfigError, match=says):
+        as_techniques(techniques)
+
+
+def test_what_code_says_shortly_is_understood():
+    read = as_techniques(Techniques(freeze="embed", precision={"compute": "bf16"}, checkpoint_modules=["a"]))
+    assert read == Techniques(freeze=("embed",), precision=Precision(compute="bf16"), checkpoint_modules=("a",))
+    assert is_unset(as_techniques(Techniques()).loss_chunks) and not is_unset(as_techniques(Techniques(loss_chunks=1)))
+
+
+@pytest.mark.parametrize("size", ["2", 1.0, True, None])
+def test_a_size_that_is_no_whole_number_makes_no_layout(size):
+    with pytest.raises(ConfigError, match="layout: tp = .* expected a whole number"):
+        Layout(tp=size)
+    assert Layout(tp="auto") == Layout()
 
 
 def test_layout_text_is_read_strictly():

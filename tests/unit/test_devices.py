@@ -133,6 +133,15 @@ def test_weights_are_drawn_on_a_device_that_exists():
         parallelize(torch.nn.Linear(2, 2), draw_on="hpu")
 
 
+@pytest.mark.parametrize("given", [{"microbatch_rows": value} for value in ("2", -2, 1.5)] + [{"seed": "a"}], ids=str)
+def test_numbers_of_a_call_that_are_none_are_refused(given):
+    from meshwright import parallelize
+
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=f"{name} = {value!r}: .* whole number"):
+        parallelize(torch.nn.Linear(2, 2), **given)
+
+
 @pytest.mark.parametrize(
     ("here", "backends", "request_", "chosen"),
     [

@@ -151,9 +151,11 @@ FOUR = replace(DEBUG, n_layers=4)
 PIPELINES = [
     (
         {"pipeline_cuts": (2,)},
-        "techniques.pipeline_cuts cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set",
+        "techniques.pipeline_cuts is about pipeline stages, but layout.pp = 1. Leave it out, or set",
     ),
-    ({"layers_per_stage": 2}, "techniques.layers_per_stage cuts the model into pipeline stages, but layout.pp = 1."),
+    ({"pipeline_schedule": "gpipe"}, "techniques.pipeline_schedule is about pipeline stages, but layout.pp = 1."),
+    ({"pipeline_schedule": "2f2b"}, "legal are gpipe, 1f1b"),
+    ({"layers_per_stage": 2}, "techniques.layers_per_stage is about pipeline stages, but layout.pp = 1."),
 ]
 
 GATHERED = "keeps gathered parameters through all microbatches of a step, and techniques.reshard_aft"
@@ -235,8 +237,6 @@ CASES = [
         "techniques.zero_stage = 2 shards optimizer state and gradients over layout.dp_shard, which is 1 here beside",
         "layout.dp_replicate = 2. Set layout.dp_shard = 2 and layout.dp_replicate = 1"),
     *(zero(*request) for request in ZERO),
-    refuse("legal_words", DEBUG, FSDP2, Techniques(zero_stage=4), ConfigError,
-        "techniques.zero_stage = 4: legal are auto, 0, 1, 2, 3"),
     refuse(
         "pipeline_companions",
         FOUR,
@@ -263,8 +263,6 @@ CASES = [
         " parameters.",
         "Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too.",
     ),
-    refuse("tensor_companions", DEBUG, ONE, {"loss_chunks": 0}, ConfigError,
-        "techniques.loss_chunks = 0: the tokens of a microbatch are cut in 1 chunk or more"),
     *(half(*request) for request in (("master", "float16"), ("reduce", "half"))),
     refuse("half_precision", DEBUG, FSDP2, {"precision": {"output": "fp16"}}, UnsupportedError,
         "techniques.precision.output = float16 with techniques.precision.compute = float32 would lose small gradients"),
@@ -397,10 +395,6 @@ CASES = [
     refuse("checkpointing_keys", DEBUG, ONE, {"checkpoint_keep": ["topk"]}, ConfigError,
         "techniques.checkpoint_keep acts only with techniques.activation_checkpointing = selective_op, and here that"
         " is none."),
-    refuse("checkpointing_keys", DEBUG, ONE, {"activation_checkpointing": "every_n", "checkpoint_every": 0},
-        ConfigError, "techniques.checkpoint_every = 0: every n-th one, where n is 1 (every one) or more"),
-    refuse("checkpointing_keys", DEBUG, ONE, {**BUDGET, "activation_memory_budget": 1.0}, ConfigError,
-        "techniques.activation_memory_budget = 1.0: a share of what would be kept, above 0 and below 1"),
     *(kept(*request) for request in KEPT),
     refuse(
         "checkpointing_keys",
@@ -427,10 +421,6 @@ CASES = [
         "all 2 parameters of Linear are frozen: nothing would be trained (see techniques.freeze)"),
     refuse("something_trains", plain, ONE, {"freeze": ["weight", "^bias$"]}, ConfigError,
         "all 2 parameters of Linear are frozen"),
-    refuse("legal_words", DEBUG, DDP2, Techniques(data_parallel="fsdp"), ConfigError,
-        "techniques.data_parallel = 'fsdp': legal are auto, ddp, fully_shard"),
-    refuse("legal_words", DEBUG, FSDP2, Techniques(sync_grad_accum="shards"), ConfigError,
-        "techniques.sync_grad_accum = 'shards': legal are false, true, shard. Did you mean 'shard'?"),
     refuse("float8_requested", DEBUG, ONE, {"float8_filter": ["w_down"]}, ConfigError,
         "techniques.float8_filter leaves layers out of float8, but techniques.float8 = none: leave it out, or set"
         " that"),
@@ -484,22 +474,12 @@ CASES = [
     refuse("float8_gathering", DEBUG, Layout(dp_shard=4),
         {"float8": "tensorwise", "float8_all_gather": True, "reshard_after_forward": 2}, UnsupportedError,
         "techniques.float8_all_gather = true does not go with techniques.reshard_after_forward = 2"),
-    refuse("legal_words", DEBUG, ONE, Techniques(float8="rowise"), ConfigError,
-        "techniques.float8 = 'rowise': legal are none, tensorwise, rowwise, rowwise_with_gw_hp. Did you mean"
-        " 'rowwise'?"),
     refuse("optimizer_fits", DEBUG, ONE, {"optimizer_state": "8bit", "precision": {"master": "fp64"}}, UnsupportedError,
         "techniques.optimizer_state = 8bit is computed in float32, and trained parameters rest in float64. Set",
         "techniques.precision.master = float32 (or bfloat16), or optimizer_state = full."),
     refuse("optimizer_fits", DEBUG, FSDP2, {"stochastic_rounding": True}, ConfigError,
         "techniques.stochastic_rounding = true is about weights that rest in bfloat16, and trained ones rest in",
         "float32. Set", "techniques.precision.master = bfloat16, or leave it out."),
-    refuse("legal_words", DEBUG, FSDP2, Techniques(cpu_offload="optimiser"), ConfigError,
-        "techniques.cpu_offload = 'optimiser': legal are false, true, optimizer. Did you mean 'optimizer'?"),
-    refuse("legal_words", DEBUG, ONE, Techniques(optimizer_state="8bits"), ConfigError,
-        "techniques.optimizer_state = '8bits': legal are full, 8bit, 4bit. Did you mean '8bit'?"),
-    refuse("legal_words", DEBUG, ONE, Techniques(activation_checkpointing="ful"), ConfigError,
-        "techniques.activation_checkpointing = 'ful': legal are none, full, selective, every_n, modules, selective_op,"
-        " offload,", "memory_budget. Did you mean 'full'?"),
 ]  # fmt: skip
 
 
@@ -574,7 +554,7 @@ def test_all_that_is_wrong_is_said_at_once():
         ({"precision": {"reduce": "x"}}, "techniques.precision.reduce = 'x' is not a dtype"),
         ({"precision": {"output": "x"}}, "techniques.precision.output = 'x' is not a dtype"),
         ({"freeze": ["layers.7."]}, "techniques.freeze: 'layers.7.' matches no parameter of the model"),
-        ({"freeze": ["("]}, "techniques.freeze: '(' is not a regular expression"),
+        ({"freeze": ["("]}, "techniques.freeze[0] = '(' is no regular expression"),
         ({"compiles": True}, "techniques: unknown key 'compiles'. Did you mean 'compile'?"),
         ({"compile": 1}, "techniques: compile = 1 is a whole number; expected true or false"),
         ({"data_parallel": "fsdp"}, 'data_parallel = "fsdp" is text; expected one of "auto", "ddp", "fully_shard"'),

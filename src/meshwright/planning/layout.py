@@ -38,6 +38,14 @@ class Layout:
     ep: int = unset(1)
     """Expert-parallel ranks: each holds a part of the experts; taken out of dp_shard, cp and tp."""
 
+    def __post_init__(self) -> None:
+        """Read sizes that are no whole numbers as a file's are: "auto" leaves one open, others raise ConfigError."""
+        if any(not isinstance(size, int) or isinstance(size, bool) for size in self.sizes.values()):
+            from meshwright.core.config import from_dict
+
+            for name, value in vars(from_dict(type(self), vars(self), where="layout")).items():
+                object.__setattr__(self, name, value)
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read ``"dp_shard=2,dp_replicate=2"``.

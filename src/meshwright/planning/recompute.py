@@ -141,7 +141,7 @@ ON_BLOCKS = ("full", "every_n", "modules", "selective_op", "offload", "memory_bu
 
 
 def checkpointing_keys(case: Case) -> Found:
-    """Require legal values, and the right mode for keys that act with one mode only."""
+    """Require the right mode for keys that act with one mode only."""
     t = case.techniques
     mode = t.activation_checkpointing
     defaults = {field.name: field.default for field in fields(Techniques)}
@@ -151,14 +151,6 @@ def checkpointing_keys(case: Case) -> Found:
                 f"techniques.{key} acts only with techniques.activation_checkpointing = {wanted}, and here that is"
                 f" {mode}. Leave it out, or set techniques.activation_checkpointing = {wanted}."
             )
-    for key in ("checkpoint_every", "checkpoint_keep_every"):
-        if getattr(t, key) < 1:
-            yield ConfigError(f"techniques.{key} = {getattr(t, key)}: every n-th one, where n is 1 (every one) or more")
-    if not 0 < t.activation_memory_budget < 1:
-        yield ConfigError(
-            f"techniques.activation_memory_budget = {t.activation_memory_budget}: a share of what would be kept, above"
-            f" 0 and below 1; for all of it set techniques.activation_checkpointing = none, for nothing full."
-        )
     if mode == "selective_op":
         yield from check_kept(t.checkpoint_keep, "techniques.checkpoint_keep")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import get_args, get_type_hints
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import canonical_dtype
-from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError, nearest
+from meshwright.core.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.context.plan import context_companions, refuse_shorter
@@ -31,7 +30,7 @@ from meshwright.planning.premise_rules import (
 )
 from meshwright.planning.quantize import quantize_companions
 from meshwright.planning.recompute import checkpointing_companions, checkpointing_keys, checkpointing_matches
-from meshwright.planning.techniques import Precision, RunTechniques, Techniques
+from meshwright.planning.techniques import Precision, RunTechniques
 from meshwright.planning.tensor.make import (
     async_tensor_fits,
     lengths_of_whole_rows,
@@ -40,24 +39,6 @@ from meshwright.planning.tensor.make import (
     tensor_words,
 )
 from meshwright.planning.values import Batch, Case, Found, PrecisionPlan, no_blocks
-
-_WORDS = {key: get_args(kind) for key, kind in get_type_hints(Techniques).items()}
-LEGAL = {
-    **{key: _WORDS[key] for key in ("data_parallel", "zero_stage")},
-    "sync_grad_accum": (False, True, "shard"),
-    **{key: _WORDS[key] for key in ("activation_checkpointing", "float8", "quantize_frozen")},
-    "cpu_offload": (False, True, "optimizer"),
-    "optimizer_state": _WORDS["optimizer_state"],
-}
-"""Legal values by technique; a config is checked when read, a Techniques made in code only by this table."""
-
-
-def legal_words(case: Case) -> Found:
-    for key, legal in LEGAL.items():
-        value = getattr(case.techniques, key)
-        if value not in legal:
-            words = ", ".join(str(word).lower() for word in legal)
-            yield ConfigError(f"techniques.{key} = {value!r}: legal are {words}.{nearest(str(value), legal)}")
 
 
 def half_precision(case: Case) -> Found:
@@ -224,7 +205,6 @@ def something_trains(case: Case) -> Found:
 
 RULES: tuple[Callable[[Case], Found], ...] = (
     one_dtype,
-    legal_words,
     tensor_words,
     context_companions,
     tensor_fits,

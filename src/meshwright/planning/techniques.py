@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from meshwright.core.config import from_dict, unset
-from meshwright.core.config.ranges import ABOVE_0, BETWEEN_0_AND_1, FROM_0, FROM_1, PATTERN, DtypeName
+from meshwright.core.config.ranges import (
+    ABOVE_0,
+    BETWEEN_0_AND_1,
+    FROM_0,
+    FROM_1,
+    PATTERN,
+    DtypeName,
+    check_ranges,
+)
 from meshwright.introspection.adapter_request import Adapters
 
 
@@ -150,9 +158,8 @@ class Techniques(RunTechniques):
 
 
 def as_techniques(techniques: RunTechniques | dict | None) -> Techniques:
-    """Return typed techniques; unknown keys and wrong types in a plain dict raise ConfigError."""
-    if techniques is None:
-        return Techniques()
-    if isinstance(techniques, RunTechniques):
-        return techniques if isinstance(techniques, Techniques) else Techniques(**vars(techniques))
-    return from_dict(Techniques, techniques, where="techniques")
+    """Return typed techniques; ConfigError for unknown keys, wrong types and values out of range, in objects too."""
+    given = vars(techniques) if isinstance(techniques, RunTechniques) else techniques or {}
+    typed = from_dict(Techniques, given, where="techniques")
+    check_ranges(typed, "techniques")
+    return typed

@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any
 
-from meshwright.core.config import is_unset
+from meshwright.core.config import from_dict, is_unset
 from meshwright.core.errors import ConfigError, MeshwrightError
 from meshwright.distributed.memory.dry_run import saved_by_blocks
 from meshwright.introspection.blocks import Hints
@@ -188,6 +188,7 @@ class _Question:
         hints: Hints | None,
     ) -> _Question:
         """Check everything that does not need the model before the model is read."""
+        cluster = from_dict(Cluster, cluster, where="cluster")
         if not (cluster.gpu or cluster.profile):
             raise ConfigError(
                 f'the cluster names no GPU: give one, such as Cluster({cluster.world}, gpu="h100"). Known are'
@@ -199,17 +200,15 @@ class _Question:
                 "memory and time on a GPU are of a batch: give batch=Batch(global_rows, seq_len), with microbatch_rows"
                 " where the layout is stated"
             )
+        batch = from_dict(Batch, batch, where="batch")
         conditions = tuple(map(Pin.parse, pins))
         if conditions and not layout.is_open:
             raise ConfigError(
                 f"pins are for a layout that is searched, and the request states one ({layout}). Leave the layout out"
                 f" and pin its sizes, such as tp={layout.tp}."
             )
-        if isinstance(techniques, dict):
-            techniques = {key: value for key, value in techniques.items() if value != "auto"}
-        requested = as_techniques(techniques)
-        opened = [key for key in CHOSEN.values() if getattr(requested, key) == "auto"]
-        requested = replace(requested, **{key: getattr(DEFAULTS, key) for key in opened})
+        given = techniques if isinstance(techniques, dict) else vars(techniques or DEFAULTS)
+        requested = as_techniques({key: value for key, value in given.items() if value != "auto"})
         facts = facts_with(model, requested.adapters, hints)
         return cls(facts, layout, batch, cluster, replace(requested, adapters=None), conditions, reduction)
 

@@ -119,16 +119,17 @@ _NO = object()
 
 
 def from_dict(
-    cls: type[T], data: Mapping[str, Any], *, where: str = "config", lines: Mapping[str, int] | None = None
+    cls: type[T], data: Mapping[str, Any] | T, *, where: str = "config", lines: Mapping[str, int] | None = None
 ) -> T:
-    """Build a dataclass from nested dicts and lists.
+    """Build a dataclass from nested dicts and lists, or check one that code has built: Python checks no types.
 
     A whole number serves where a number is wanted; true and false are not numbers, and numbers are not true or false.
 
     Args:
         cls: a dataclass; its fields may be bool, int, float, str, Literal, an Enum, a dataclass, ``tuple[T, ...]``,
             ``tuple[A, B]``, ``list[T]``, ``dict[str, T]``, or unions of these.
-        data: its values; keys left out take their defaults; an instance of a section's class serves as that section.
+        data: its values; keys left out take their defaults. An instance of the class, or of a section's, is read as
+            its fields are.
         where: name of the data in errors: a file name, or "layout".
         lines: dotted key -> line number in the file ``where`` (rows as ``overrides[0].pattern``).
 
@@ -184,7 +185,8 @@ class _ConfigReader:
 
     def section(self, cls: type, data: Any, key: str) -> Any:
         if isinstance(data, cls):
-            return data
+            cls = type(data)
+            data = {field.name: getattr(data, field.name) for field in dataclasses.fields(cls) if field.init}
         if not isinstance(data, Mapping):
             raise self._mismatch(cls, data, key)
         types = field_types(cls)
@@ -217,6 +219,8 @@ class _ConfigReader:
         return default if is_open else self._value(field_types(cls)[name], "auto", join(key, name))
 
     def _value(self, wanted: Any, value: Any, key: str) -> Any:
+        if is_unset(value):
+            return value
         for arm in sorted(union_arms(wanted), key=lambda arm: arm is float):  # int | float: 3 stays a whole number
             found = self._arm(arm, value, key)
             if found is not _NO:
@@ -282,6 +286,8 @@ class _ConfigReader:
                 elif isinstance(arm, type) and issubclass(arm, enum.Enum):
                     choices += [str(member.value) for member in arm]
             hint = hint or nearest(value, choices)
+        elif str(value).startswith("torch."):
+            hint = f' Write its name: {key.rpartition(".")[2]} = "{str(value).removeprefix("torch.")}"'
         elif any(map(row_of, members)) and not (type(None) in members and value is None):
             hint = f" Write each as a table: [[{key}]]"
         elif isinstance(value, Mapping) and key:

@@ -236,12 +236,13 @@ def pipeline_requested(case: Case) -> Found:
     """Require that the pipeline settings fit together, the model and the mesh."""
     t, ranks = case.techniques, case.layout.pp
     if ranks == 1:
-        if t.pipeline_cuts or t.layers_per_stage:
-            key = "pipeline_cuts" if t.pipeline_cuts else "layers_per_stage"
-            yield ConfigError(
-                f"techniques.{key} cuts the model into pipeline stages, but layout.pp = 1. Leave it out, or set"
-                f" layout.pp."
-            )
+        if not t.pipeline_schedule.endswith(".csv"):
+            schedule_kind(t.pipeline_schedule)
+        for key in ("pipeline_cuts", "layers_per_stage", "pipeline_schedule"):
+            if getattr(t, key) != getattr(Techniques, key):
+                yield ConfigError(
+                    f"techniques.{key} is about pipeline stages, but layout.pp = 1. Leave it out, or set layout.pp."
+                )
         return
     blocks = len(case.facts.token_blocks)
     if not blocks:

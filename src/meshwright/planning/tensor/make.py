@@ -278,11 +278,7 @@ def tensor_companions(case: Case) -> Found:
             f" tensor-parallel parameters."
             f" Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
-    if t.loss_chunks < 1:
-        yield ConfigError(
-            f"techniques.loss_chunks = {t.loss_chunks}: the tokens of a microbatch are cut in 1 chunk or more"
-        )
-    elif t.loss_chunks > 1:
+    if t.loss_chunks > 1:
         structure = case.facts.measurements.structure(case.layout.tp).structure
         why = structure.tail.obstacle_if_cut if case.layout.tp > 1 else structure.tail.obstacle
         if structure.head is None or why:
