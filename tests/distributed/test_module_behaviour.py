@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from support.own_models import ROWS, ConvNet, built, ids, random
 from support.ranks import ranks
 from support.ranks import told as said
+from support.train import local
 from support.written_out import GPT, GPTConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from meshwright import Layout, parallelize
 from meshwright.distributed.averaging import WeightCopy
 from meshwright.distributed.mesh import data_position
+from meshwright.distributed.optimizer.grad_clip import clip_grad_norm_
 from meshwright.distributed.weights import shards
 from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
@@ -211,6 +214,67 @@ def test_freezing_behind_the_layout_is_followed_or_refused(spmd):
         assert told is None and error < 1e-10
     for told, _ in spmd(2, frozen, DDP):
         assert "was changed behind parallelize" in told
+
+
+@EACH
+@ranks(2)
+def test_an_optimizer_of_other_parameters_is_refused(sizes):
+    """One made before the layout has the tensors that sharding has put others in place of."""
+    whole = built(MAKE)
+    before, other = torch.optim.SGD(whole.parameters(), lr=0.5), torch.optim.SGD(built(MAKE).parameters(), lr=0.5)
+    model = parallelize(whole, Layout(**sizes), techniques=FP64, audit=False)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    model.forward_backward(share(model))
+    refused = said(lambda: model.optimizer_step(other))
+    assert f"lacks {len(weights)} of the {len(weights)} trained parameters" in refused and "made before" in refused
+    stays = sizes in (DDP, PIPELINE)  # there they are the same tensors
+    assert stays or "the optimizer lacks" in said(lambda: model.optimizer_step(before))
+    extra = torch.nn.Parameter(torch.zeros(1))
+    model.optimizer_step(before if stays else torch.optim.SGD([*model.parameters(), extra], lr=0.5))
+    assert not any(map(torch.equal, map(local, model.parameters()), map(local, weights)))
+
+
+@EACH
+@ranks(2)
+def test_a_norm_taken_by_hand_is_of_the_whole_model_or_refused(sizes):
+    """A pipeline's rank has the gradients of its stages, which torch's functions take for all."""
+    expected = built(MAKE)
+    F.cross_entropy(expected(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).backward()
+    whole = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    model = laid_out(sizes)
+    model.forward_backward(share(model))
+    norms = (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        lambda: torch.nn.utils.get_total_norm(p.grad for p in model.parameters()),
+    )
+    if sizes == PIPELINE:
+        assert all("of this rank's pipeline stage alone" in said(norm) for norm in norms)
+        torch.nn.utils.clip_grad_norm_(torch.nn.Linear(2, 2).parameters(), 1.0)  # nobody's stage
+    else:
+        for norm in (take() for take in norms):
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            assert float(norm) == pytest.approx(float(whole), rel=1e-10)
+    assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(float(whole), rel=1e-10)
+    assert model.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.5)).grad_norm == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
+@ranks(1)
+def test_a_norm_that_is_none_is_refused(max_norm):
+    """A negative one would turn the gradients round."""
+    model = laid_out({})
+    model.forward_backward(BATCH)
+    assert f"max_norm = {max_norm}" in said(
+        lambda: model.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.5), max_norm)
+    )
+
+
+@ranks(2)
+def test_one_part_of_the_parameters_may_be_trained():
+    model = laid_out(FSDP)
+    few = [*model.parameters()][:2]
+    model.forward_backward(share(model))
+    assert not model.optimizer_step(torch.optim.SGD(few, lr=0.5)).skipped
 
 
 @ranks(2)

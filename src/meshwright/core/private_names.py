@@ -148,6 +148,11 @@ TORCH: tuple[PrivateName, ...] = (
         ("_optimizer_step_post_hooks", "AdamW in 8 bits", "a public list of hooks"),
     ),
     PrivateName("torch.nn.MultiheadAttention._reset_parameters", "nn.MultiheadAttention on meta", "reset_parameters"),
+    PrivateName(
+        "torch.nn.utils.clip_grad._get_total_norm",
+        "refusals of torch's norm of one stage's gradients",
+        "a hook on norms",
+    ),
     PrivateName("torch.nn.init._no_grad_trunc_normal_", "recorded constructors", "trunc_normal_ as one operator"),
     *names_in(
         "torch",

@@ -83,16 +83,15 @@ class ParallelModel(nn.Module):
         self.is_lent = False  # whether its parameters hold those of a ``WeightCopy``
         self.module, self.plan, self.facts, self.mesh = parts[0].module, plan, facts, mesh
         self.microbatch_rows, self.skipped_steps = microbatch_rows, 0
-        pairs = (
-            preference.PairsOfModel(loss_fn, self.parts, facts, plan) if isinstance(loss_fn, PreferenceLoss) else None
-        )
-        self._pairs = pairs
+        of_pairs = isinstance(loss_fn, PreferenceLoss)
+        self._pairs = preference.PairsOfModel(loss_fn, self.parts, facts, plan) if of_pairs else None
         self.reference_refusal = "the loss is not of pairs" if self._pairs is None else self._pairs.refusal
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
         self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
         self._adds_up, self._is_checked = adds_up and self._declared is None, False
         self._last_loss: Tensor | None = None
+        self._stepped = lambda: None  # a weak reference to the optimizer that was found to be of this model
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *plan.shares.copies)
@@ -110,8 +109,8 @@ class ParallelModel(nn.Module):
             facts,
             signature,
             own_loss=loss_fn is not None,
-            of_pairs=self._pairs is not None,
-            may_lack_reference=self._pairs is not None and not self.reference_refusal,
+            of_pairs=of_pairs,
+            may_lack_reference=of_pairs and not self.reference_refusal,
             declared=self._declared,
             context=self._context,
             data_groups=self._data_groups,
@@ -212,16 +211,17 @@ class ParallelModel(nn.Module):
         """Clip by the global norm, step the optimizer, clear the gradients.
 
         A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas
-        agree on the largest norm (any non-finite one counts as largest), so that no single copy of a weight is
-        clipped or skipped.
+        agree on the largest norm (any non-finite one counts as largest), so copies of a weight are treated alike.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
             skip: a guard's verdict: true on any rank skips the update on all, which give a verdict; None: no guard.
 
         Raises:
-            ConfigError, UnsupportedError: the optimizer does not fit the plan (``plan.optimizer``).
+            ConfigError, UnsupportedError: the optimizer fits neither model nor plan, or the norm is none.
         """
+        if self._stepped() is not optimizer:
+            self._stepped = optimizer_step.of_model(optimizer, self.named_parameters())
         parts = local_gradients(counted_once(self.parts, self.plan))
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
@@ -229,12 +229,13 @@ class ParallelModel(nn.Module):
         is_finite = bool(parts or self._pipeline_groups) and math.isfinite(norm)
         is_finite = is_finite and (self._last_loss is None or math.isfinite(float(self._last_loss)))
         skipped = (skip is not None and agree.any_rank(skip)) or not is_finite
-        if skipped:
-            self.skipped_steps += 1
-        else:
-            if max_norm and norm > max_norm:
+        self.skipped_steps += skipped
+        if not skipped:
+            if max_norm and not norm <= max_norm:
                 has_copies = self.plan.pipeline is not None and self.plan.pipeline.tied
                 every = local_gradients(self.parameters()) if has_copies else parts
+                if not max_norm > 0:
+                    raise ConfigError(f"max_norm = {max_norm}: the largest norm of gradients is above 0; 0, None: any")
                 scale_gradients(every, max_norm / (norm + EPSILON))
             optimizer_step.step(optimizer, self.plan.optimizer, self.device, self.mesh)
         if self.loss_scale is not None:
@@ -261,8 +262,7 @@ class ParallelModel(nn.Module):
             return step_batch.microbatches(named, rows)
 
         step = self.refer(self._opening.open(bring, trains=trains))
-        is_judged = "tokens" in step.pieces[0] or self.plan.premises_known
-        if not self._is_checked and not (self._adds_up and is_judged):
+        if not self._is_checked and not (self._adds_up and ("tokens" in step.pieces[0] or self.plan.premises_known)):
             with evaluating(self._parts):
                 problem = FirstBatch(self._runner, self._declared, self.plan).problem(step.pieces)
             agree.raise_first(problem, [*self._data_groups, *self._pipeline_groups])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from logging import getLogger
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,8 @@ from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 from . import order
 from .float8 import refuse_absent
 from .loss import preference
-from .mesh import build_mesh, known_mesh, plan_sizes
+from .mesh import build_mesh, groups_of, known_mesh, plan_sizes
+from .optimizer.grad_clip import norms_of_pipeline
 from .parallel_model import LossFunction, ParallelModel
 from .process import agree
 from .process.world import get_world_info, ranks_per_node
@@ -90,6 +92,12 @@ def parallelize(
     """
     if plan is not None and techniques is not None:
         raise ConfigError("parallelize takes a plan or techniques, not both: the plan says already what to apply")
+    if not isinstance(microbatch_rows, Integral) or microbatch_rows < 0:
+        raise ConfigError(
+            f"microbatch_rows = {microbatch_rows!r}: the rows of a forward are a whole number; 0: all at once"
+        )
+    if not isinstance(seed, Integral):
+        raise ConfigError(f"seed = {seed!r}: a seed is a whole number")
     if draw_on is not None:
         check_device_type(draw_on, "draw_on")
     if isinstance(model, ParallelModel):
@@ -140,6 +148,8 @@ def parallelize(
     parts = order.lay_out(module, plan, order.Site(mesh, facts, seed, draw_on, weights))
     made = ParallelModel(parts, plan, facts, mesh, loss_fn=loss_fn, microbatch_rows=microbatch_rows, adds_up=adds_up)
     remember(made, origin)
+    if plan.pipeline is not None:
+        norms_of_pipeline(made, plan, groups_of(mesh, Axis.PP))
     made.copy_shared()
     if audit:
         made.audit()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce, wraps
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device, local_device
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.private_names import found, found_or_none
 from meshwright.distributed.mesh import groups_of
+from meshwright.distributed.pipeline.split import counted_once
 from meshwright.distributed.pipeline.stage_module import PipelineStageModule
 from meshwright.distributed.torch_private import local_part, spec_of
 from meshwright.distributed.weights.shards import SHARDS, PartsShard, pieces
+from meshwright.planning.plan import Plan
 
 # --- step many tensors in one call of torch, whose functions for that are private
 
@@ -202,8 +205,8 @@ def clip_grad_norm_(
     """Scale the model's gradients in place so that their global 2-norm is at most ``max_norm``.
 
     Args:
-        model: for a pipeline, this rank's stage module, or an ``nn.ModuleList`` of them: the norm is over all ranks'
-            stages.
+        model: what ``parallelize`` made; for a pipeline of one's own this rank's stage module, or an
+            ``nn.ModuleList`` of them: the norm is over all ranks' stages.
         foreach: multiply all gradients in one call; False: one by one.
         device_mesh: has the pp axis of stage modules that ``build_pipeline_stage`` was not given yet.
 
@@ -213,18 +216,28 @@ def clip_grad_norm_(
     Raises:
         ConfigError: stage modules with no ranks specified for them, or not all of this rank's.
     """
+    if (pipeline := _PIPELINES.get(model)) is not None:
+        plan, over = pipeline
+        counted = counted_once(model.parts, plan)  # type: ignore[arg-type]
+        return clip_gradients_(model.parameters(), max_norm, foreach, over=over, counted=counted)
     return clip_gradients_(model.parameters(), max_norm, foreach, over=_ranks_of_stages(model, device_mesh))
 
 
 def clip_gradients_(
-    parameters: Iterable[nn.Parameter], max_norm: float, foreach: bool = True, *, over: Sequence[dist.ProcessGroup] = ()
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    foreach: bool = True,
+    *,
+    over: Sequence[dist.ProcessGroup] = (),
+    counted: Iterable[nn.Parameter] | None = None,
 ) -> Tensor:
     """Scale the gradients of some parameters in place so that their 2-norm over all ranks is at most ``max_norm``.
 
     Returns the norm before clipping. ``over``: groups whose ranks have other parameters (pipeline stages).
+    ``counted``: the parameters whose gradients make the norm, where others are copies of them.
     """
     parts = local_gradients(parameters)
-    norm = total_norm(parts, over)
+    norm = total_norm(parts if counted is None else local_gradients(counted), over)
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
     if foreach:
         scale_gradients(parts, factor)
@@ -232,6 +245,36 @@ def clip_gradients_(
         for part in parts:
             part.tensor.mul_(factor.to(part.tensor.device))
     return norm
+
+
+_PIPELINES: WeakKeyDictionary[nn.Module, tuple[Plan, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""Laid-out models with stages, and the groups whose ranks have the others."""
+
+
+def norms_of_pipeline(model: nn.Module, plan: Plan, over: list[dist.ProcessGroup]) -> None:
+    """Let ``clip_grad_norm_`` count all stages of a laid-out model, and torch's norm refuse the gradients of one."""
+    _PIPELINES[model] = plan, over
+    _watch_norms()
+
+
+@cache
+def _watch_norms() -> None:
+    if (whole := found_or_none("torch.nn.utils.clip_grad._get_total_norm")) is None:
+        return
+
+    @wraps(whole)
+    def norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        own = {id(p.grad) for model in _PIPELINES for p in model.parameters()}
+        if any(id(tensor) in own for tensor in tensors):
+            raise UnsupportedError(
+                "torch's norm is of this rank's pipeline stage alone, and each stage would be clipped by another:"
+                " use model.optimizer_step(optimizer, max_norm=…), or meshwright.distributed.clip_grad_norm_(model,"
+                " max_norm) where the step is yours"
+            )
+        return whole(tensors, *args, **kwargs)
+
+    torch.nn.utils.clip_grad._get_total_norm = torch.nn.utils.get_total_norm = norm  # type: ignore[assignment]
 
 
 def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:

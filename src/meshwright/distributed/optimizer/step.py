@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn, optim
@@ -225,6 +225,26 @@ def step(
             low_bit.step(optimizer, device)
         else:
             optimizer.step()
+
+
+def of_model(optimizer: optim.Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> ReferenceType:
+    """Return a weak reference to an optimizer of these parameters.
+
+    Raises:
+        ConfigError: it lacks trained parameters and has others: made before ``parallelize``, it would update weights
+            that nothing reads any more.
+    """
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = {id(parameter): name for name, parameter in parameters if parameter.requires_grad}
+    lacking, others = own.keys() - held.keys(), held.keys() - own.keys()
+    if lacking and any(held[other].requires_grad for other in others) and isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"the optimizer lacks {len(lacking)} of the {len(own)} trained parameters here, such as"
+            f" {own[min(lacking, key=list(own).index)]}, and holds {len(others)} tensors that are none of the model's:"
+            f" was it made before parallelize, or of another model? Make it of model.parameters() afterwards"
+            f" (parameters that shall not be trained: requires_grad_(False))."
+        )
+    return ref(optimizer)
 
 
 class OnShares(EagerDispatchMode):
