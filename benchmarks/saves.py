@@ -1,11 +1,12 @@
 """Measure what saves beside training cost: waiting, steps beside them, writing, host memory.
 
-    python benchmarks/saves.py [--worlds 1 4] [--width 1024] [--rounds 3] [--raw] [--recovery]
+    python benchmarks/saves.py [--worlds 1 4] [--width 1024] [--rounds 3] [--raw] [--recovery] [--amounts]
 
 Each round saves the same state in turn by this library, by torch's ``dcp.async_save`` on a thread and by the same in a
 process, and takes steps until the save is over. Waiting is the time in the call, and in whatever the next optimizer
 step waits for. ``--raw`` compares a save with a plain write and fsync of as many bytes, ``--recovery`` what two ranks
 load from the memory of the one of two hosts that is left with what they load from disk, none of it in the page cache.
+``--amounts`` prints the memory that saves take on two ranks, and what a step of adapters writes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,9 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from meshwright import Layout, load, parallelize, save
 from meshwright.checkpoint.background import Saver
+from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.saving import Handle
-from meshwright.checkpoint.snapshot import Snapshot
+from meshwright.checkpoint.snapshot import Snapshot, bytes_in
 from meshwright.checkpoint.state import stored_state
 from meshwright.distributed.mesh import data_position
 from meshwright.distributed.process import agree
@@ -179,6 +182,28 @@ def recover(width: int, rounds: int, out: str) -> tuple[list[float], list[float]
     return hosts[1:], disk[1:]
 
 
+def amounts(width: int, out: str, rank_of_adapters: int) -> tuple[int, int, int, list[int], int]:
+    """Bytes: this rank's share; memory for saves that it shares with its writer, and that the writer has alone; what
+    each of three saves wrote, a step apart; what is trained, with its moments.
+    """
+    techniques = {"adapters": {"rank": rank_of_adapters}} if rank_of_adapters else None
+    model = parallelize(lambda: Decoder(config_of(width)), Layout(dp_shard=2), techniques=techniques, seed=0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, saver, run = torch.optim.AdamW(trained), Saver(), CheckpointFolder(Path(out))
+    tokens, wrote = torch.randint(0, 1024, (4, SEQ + 1)), list[int]()
+    for step in range(1, 4):
+        model.forward_backward({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+        model.optimizer_step(optimizer)
+        saver.begin(model, run.of_step(step), optimizer, in_run=True).wait()
+        agree.everybody_says(0)
+        wrote.append(sum(file.stat().st_size for file in Path(run.of_step(step)).glob("*.safetensors")))
+    assert saver._memory is not None and saver._shares is not None and saver._process is not None
+    alone = psutil.Process(saver._process.pid).memory_full_info().uss
+    agree.everybody_says(0)
+    saver.close()
+    return bytes_in(saver._shares.parts), saver._memory.size, alone, wrote, 3 * sum(p.nbytes for p in trained)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 4])
@@ -186,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--raw", action="store_true")
     parser.add_argument("--recovery", action="store_true")
+    parser.add_argument("--amounts", action="store_true")
     given = parser.parse_args()
     for world in given.worlds:
         with tempfile.TemporaryDirectory() as out, WorkerPool(world, threads=1, oversubscribe=True) as pool:
@@ -208,6 +234,15 @@ def main() -> None:
             hosts, disk = pool.run(recover, given.width, given.rounds, out, world=2, timeout=900)[0]
         share = statistics.median(h / d for h, d in zip(hosts, disk, strict=True))
         print(f"loaded from memory {statistics.median(hosts):.3f} s, disk {statistics.median(disk):.3f} s: {share:.2f}")
+    for rank in (0, 16) if given.amounts else ():
+        with tempfile.TemporaryDirectory(dir=".") as out, WorkerPool(2, threads=1, oversubscribe=True) as pool:
+            share, shared, alone, wrote, trained = pool.run(amounts, given.width, out, rank, world=2, timeout=900)[0]
+        times = ", ".join(f"{size / trained:.4f}" for size in wrote)
+        print(
+            f"{rank} ranks of adapters (0: all is trained): of a share of {share / 1e6:.1f} MB, shared memory"
+            f" {shared / share:.3f}, the writer alone {alone / 1e6:.1f} MB; saves wrote {times} of the"
+            f" {trained / 1e6:.1f} MB that are trained"
+        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,8 +10,12 @@ import signal
 
 import pytest
 from e2e_runs import Job, finish, losses, metrics, only_run, start, tree
+from support.buckets import bucket
 from test_signals import ENDLESS, wait_until
 
+from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.store import store_of
+from meshwright.training.metrics import MetricsWriter
 from meshwright.training.run.request import completed
 
 pytestmark = pytest.mark.all
@@ -86,6 +91,64 @@ def test_of_two_runs_at_once_the_second_is_refused(environment, flags, ask, tmp_
     assert status == 2 and f"checkpoint.folder = {tmp_path}/shared is in use by another job (process" in err
     assert f"for the run {run}: two jobs would" in err and not (tmp_path / "others").exists()
     assert not (tmp_path / "shared/running.lock").exists()
+
+
+@pytest.fixture
+def trained(small, monkeypatch):
+    """``trained(changes, {step: happens})``: a run in this process, in which something happens at some steps."""
+    write = MetricsWriter._write
+
+    def run(changes, happens):
+        def written(writer, line, *values):
+            happens.get(line.get("step"), bool)()
+            write(writer, line, *values)
+
+        monkeypatch.setattr(MetricsWriter, "_write", written)
+        return Job(small(changes))()
+
+    return run
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_whose_folder_is_moved_says_so_and_saves_when_it_is_back(train, trained, tmp_path, asynchronous):
+    run, moved = tmp_path / "runs/run", tmp_path / "moved"
+    changes = {"run": str(run), "checkpoint.every": 1, "checkpoint.asynchronous": asynchronous, "steps": 8}
+
+    def back():
+        assert not run.exists(), "no save has made it again"
+        moved.rename(run)
+
+    result = trained(changes, {3: lambda: run.rename(moved), 6: back if asynchronous else bool})
+    ends = f"{run} was moved or removed while its run goes on: move it back, or put a link to it there"
+    if not asynchronous:
+        assert result.status == 1 and ends in str(result.error) and not run.exists()
+        assert CheckpointFolder(moved / "checkpoints").newest() == (moved / "checkpoints/step-00000002", [])
+        moved.rename(run)
+        result = train(1, {}, folder=run)[0]
+    else:
+        assert f"{ends}. The next save tries again" in result.out
+    assert result.status == 0 and CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints/step-00000008"
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_a_job_whose_bucket_another_one_took_over_ends(trained, tmp_path, kind):
+    """Both of one name, each on a machine of its own; what the first has saved is there for the second."""
+    with bucket() if kind == "s3" else contextlib.nullcontext():
+        take_over(trained, tmp_path, "memory://taken" if kind == "memory" else "s3://bucket/taken")
+
+
+def take_over(trained, tmp_path, place):
+    changes = {"run": str(tmp_path / "runs/run"), "checkpoint.every": 1, "checkpoint.folder": place}
+
+    def other():
+        job = {"pid": 7, "host": "far", "since": "noon"}
+        store_of(place).put("run.json", json.dumps({"run": "/far/runs/run", "job": job}).encode())
+
+    one, left = trained(changes, {4: other}), CheckpointFolder(place).latest()
+    again = trained(changes, {})
+    assert one.status == 2 and f"{place} was taken over by another job (process 7 on far, since noon)" in str(one.error)
+    assert f"{place} was last used by another job (process 7 on far, since noon)" in again.out
+    assert again.status == 0 and left and f"continuing from {left} (step" in again.out
 
 
 def test_of_checkpoints_in_memory_nothing_is_advised_that_another_process_would_do(train, tmp_path):

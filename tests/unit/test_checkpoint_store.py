@@ -26,6 +26,7 @@ from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.training.run.occupancy import occupied
 
 OPEN = open
 VALUES = {
@@ -379,6 +380,7 @@ class Counted:
 def test_the_verb_lists_proves_clears_and_copies(tmp_path, capsys):
     run = tmp_path / "run"
     place = run / "checkpoints"
+    run.mkdir()
     written(place, 1)
     written(place, 2, VALUES | {"model.b": VALUES["model.b"] + 1}, after=1)
     (run / "config.toml").write_text('name = "x"\n')
@@ -430,6 +432,36 @@ def test_clearing_leaves_what_cannot_be_judged(tmp_path, capsys):
     before = sorted(map(str, Path(tmp_path).rglob("*")))
     assert main(["checkpoint", "gc", str(tmp_path)]) != 0 and "is damaged" in capsys.readouterr().err
     assert sorted(map(str, Path(tmp_path).rglob("*"))) == before
+
+
+@pytest.mark.parametrize("kind", ["memory", "own loop"])
+def test_clearing_leaves_what_a_save_in_progress_has_written(tmp_path, capsys, kind):
+    """No manifest names it so far, and none would be whole without it."""
+    place = f"memory://{tmp_path.name}" if kind == "memory" else str(tmp_path / "own")
+    store, left = store_of(place), "pieces-deadbeef-00000.safetensors"
+    written(place, 1)
+    written(place, 2, after=1)
+    places = [f"step-{step:08d}/{left}" for step in (1, 2, 3)]
+    for name in places:
+        store.put(name, b"left")
+    if kind == "memory":
+        store.put("run.json", b'{"run": "/r", "job": {"pid": 1, "host": "far", "since": "noon"}}')
+    assert main(["checkpoint", "gc", place]) == 0
+    out = capsys.readouterr().out
+    assert "removed 1 files" in out and f"2 more stay, such as {store.where(places[1])}: a job may be" in out
+    assert [store.size(name) for name in places] == [None, 4, 4]
+    store.put("run.json", b'{"run": "/r"}')
+    assert main(["checkpoint", "gc", place]) == 0 and "removed 2 files" in capsys.readouterr().out
+    assert [store.size(name) for name in places] == [None] * 3 and verify(CheckpointFolder(place).of_step(2)) == []
+
+
+def test_checkpoints_of_a_run_in_progress_are_not_cleared(tmp_path, capsys):
+    for held, place in ((tmp_path / "run", "checkpoints"), (tmp_path / "shared", "")):
+        held.mkdir()
+        written(held / place, 1)
+        with occupied(held):
+            assert main(["checkpoint", "gc", str(held / place)]) == 2
+        assert f"{held} is being trained by another job" in capsys.readouterr().err
 
 
 # --- each guard is needed

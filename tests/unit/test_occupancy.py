@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +13,13 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.checkpoint.folder import CheckpointFolder, TakenOver
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.config import to_toml, unset
-from meshwright.core.errors import ConfigError
+from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.config import Config
 from meshwright.training.run import occupancy
-from meshwright.training.run.occupancy import NAME, occupied
+from meshwright.training.run.occupancy import NAME, OWNER, claimed, nobody_saves, occupied
 from meshwright.training.run.request import completed, keep_request
 
 HOLDER = """
@@ -70,6 +73,42 @@ def test_where_files_cannot_be_locked_the_run_goes_on(tmp_path, monkeypatch):
     begun = time.monotonic()
     with occupied(tmp_path), occupied(tmp_path):
         assert time.monotonic() - begun < occupancy._PATIENCE_SEC, "nothing is held, so nobody waits"
+
+    with occupied(tmp_path) as earlier, occupied(tmp_path) as later, pytest.raises(TakenOver):
+        later.check()
+        earlier.check()
+
+
+def test_of_two_jobs_in_a_bucket_the_later_one_saves(tmp_path):
+    """The earlier is told who does; one that died without a word holds nobody up."""
+    place = CheckpointFolder(f"memory://{tmp_path.name}")
+    with claimed(place, tmp_path / "one/run") as earlier:
+        earlier.check()
+        with claimed(place, tmp_path / "two/run") as later:
+            later.check()
+            assert f"(process {os.getpid()} on" in later.before and not nobody_saves(place)
+            with pytest.raises(TakenOver, match=rf"{place.path} was taken over by another job \(process"):
+                earlier.check()
+        assert nobody_saves(place)
+    assert place.store.read(OWNER).decode() == json.dumps({"run": f"{tmp_path}/two/run"}), "the earlier leaves it"
+
+
+def test_a_folder_that_is_not_there_any_more_is_saved_to_when_it_is_back(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with occupied(folder) as claim:
+        folder.rename(tmp_path / "moved")
+        for made in (False, True):
+            (folder / "checkpoints").mkdir(parents=True) if made else None
+            with pytest.raises(IntegrityError, match=f"{folder} was moved or removed .*: move it back, or put a link"):
+                claim.check()
+        shutil.rmtree(folder)
+        folder.symlink_to(tmp_path / "moved")
+        claim.check()
+        folder.unlink()
+        folder.mkdir()
+        with occupied(folder), pytest.raises(TakenOver):
+            claim.check()
 
 
 ENDED = """

@@ -39,6 +39,7 @@ from meshwright.distributed.process.world import ranks_per_node
 from meshwright.distributed.torch_private import default_store
 
 from . import writer
+from .folder import Claim
 from .host_memory import HostMemory
 from .manifest import NAME, pack_name
 from .saving import UNTOUCHED, Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
@@ -85,6 +86,7 @@ class Saver:
         left: returns the bytes that this rank can still take of the host's memory.
         tells: whether the first rank says that a save failed, where nobody may ask its handle.
         stopped: whether the run has been told to stop: then training waits for no save that hangs.
+        claim: the right to save in the run's folder.
 
     Attributes:
         is_in_memory: whether the save under way goes to hosts' memory.
@@ -98,7 +100,9 @@ class Saver:
         left: Callable[[], int] = lambda: psutil.virtual_memory().available // (ranks_per_node() or 1),
         tells: bool = False,
         stopped: Callable[[], object] = bool,
+        claim: Claim | None = None,
     ):
+        self._claim = claim
         self.tells, self.stopped = tells, stopped
         self.host_memory, self.say, self.left = host_memory, say, left
         self.when_busy: WhenBusy = when_busy
@@ -140,7 +144,7 @@ class Saver:
                 hosts' ``memory`` has no room.
         """
         store, folder = place_of(location)
-        handle = Handle(store.where(folder))
+        handle, claim = Handle(store.where(folder)), self._claim if in_run else None
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         state = stored_state(model, optimizer, rank)
         left_out = sorted(model.plan.frozen) if only_trained else []
@@ -154,14 +158,14 @@ class Saver:
             return handle
 
         def prepare() -> bool:
-            make_room(store, folder, extra, alone=not in_run)
+            make_room(store, folder, extra, alone=not in_run, claim=claim)
             return f"{folder}/{NAME}" not in store.files(folder)
 
         try:  # the files of the save before, which may be of this very folder, are all there now
             here = rank == 0 if memory is None else memory.is_first
             is_first = together(prepare, here=here, what=f"cannot prepare {handle.path}")
         except IntegrityError as error:
-            handle.end(str(error))
+            handle.end(str(error).removesuffix(f". {UNTOUCHED}"))
             return handle
         if any(new for new, *_ in words):
             parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
@@ -187,6 +191,7 @@ class Saver:
         self.current, self.is_in_memory = handle, memory is not None
         under_way.add(handle)
         place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
+        place["claim"] = [str(claim.folder), claim.name, claim.words] if claim else None
         talk = Talk(shared, rank, world, name, record, place, then, memory)
         self._thread = threading.Thread(
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True

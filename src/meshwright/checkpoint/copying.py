@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 
 from meshwright.core.errors import ConfigError, IntegrityError
 
-from .folder import PARTIAL, CheckpointFolder, step_folders, unreferenced
+from .folder import LEFTOVER, PARTIAL, CheckpointFolder, step_folders, step_of
 from .manifest import (
     NAME,
     Manifest,
@@ -24,7 +24,7 @@ from .manifest import (
     with_pieces,
 )
 from .pieces import BYTES, WORDS, Buffer, PieceEntry, hash_of, write_pieces
-from .store import Location, Store, place_of
+from .store import Location, Store, place_of, probe
 
 
 @dataclass(frozen=True)
@@ -123,22 +123,35 @@ def listed(folder: CheckpointFolder) -> list[Listed]:
     return rows
 
 
-def clear(folder: CheckpointFolder) -> dict[str, int]:
-    """Remove the files that no manifest of a run names, and return their sizes.
+def clear(folder: CheckpointFolder, is_free: Callable[[], bool]) -> tuple[dict[str, int], list[str]]:
+    """Remove the files that no manifest of a run names; return their sizes, and the names of those that stay.
+
+    A save in progress has written such files, all of later steps than the newest whole checkpoint, and refers to no
+    others than that one does. So where somebody may save, what lies from there on stays.
+
+    Args:
+        is_free: whether nobody saves there. It is asked when the files are listed: a later save's have new names.
 
     Raises:
         IntegrityError: a manifest cannot be read, so that what it needs is not known.
     """
-    store = folder.store
+    store, steps = folder.store, step_folders(folder.store)
+    homes = [*steps, *(name for name in store.folders() if name.endswith(PARTIAL))]
+    sizes = {name: size for home in homes for name, size in store.files(home).items()}
+    free, newest, named = is_free(), -1, set[str]()
     for step in folder.steps():
-        Manifest.read(folder.of_step(step))
-    steps = step_folders(store)
-    left = unreferenced(store, steps, steps)
-    partial = [name for name in store.folders() if name.endswith(PARTIAL)]
-    sizes = {name: size for home in (*steps, *partial) for name, size in store.files(home).items()}
-    gone = {name: sizes[name] for name in sizes if name in left or name.partition("/")[0] in partial}
+        home, manifest = place_of(folder.of_step(step))[1], Manifest.read(folder.of_step(step))
+        named |= {locate(home, pack) for pack in manifest.files}
+        newest = newest if lacking(store, home, manifest) else step
+    settled = homes if free else [home for home in steps if step_of(home) < newest]
+    left = [
+        name
+        for name in sizes
+        if name.partition("/")[0] not in steps or (name not in named and LEFTOVER.fullmatch(name.rpartition("/")[2]))
+    ]
+    gone = {name: sizes[name] for name in left if name.partition("/")[0] in settled}
     store.remove(gone)
-    return gone
+    return gone, [store.where(name) for name in left if name not in gone]
 
 
 def copy(location: Location, target: Location, version: int = 2) -> Manifest:
@@ -154,6 +167,7 @@ def copy(location: Location, target: Location, version: int = 2) -> Manifest:
     (store, folder), (other, name) = place_of(location), place_of(target)
     if other.files(name):
         raise ConfigError(f"{other.where(name)} is not empty: give a new folder")
+    probe(other)
     manifest = Manifest.read(location)
     if found := lacking(store, folder, manifest):
         raise IntegrityError(f"{store.where(folder)} is not whole: {'; '.join(found)}")

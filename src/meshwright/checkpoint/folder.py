@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.core.errors import ConfigError, IntegrityError
 
 from .manifest import NAME, STEP, DamagedCheckpoint, Manifest, lacking, locate
-from .store import Location, Store, place_of, probe, store_of
+from .store import LocalStore, Location, Store, place_of, probe, store_of
 
 PARTIAL = ".partial"
 """Suffix of a folder that is being written; it is never read."""
@@ -50,6 +50,59 @@ def unreferenced(store: Store, folders: Iterable[str], among: Collection[str]) -
     except (IntegrityError, ConfigError):
         return []
     return sorted(left)
+
+
+class TakenOver(ConfigError):
+    """A folder in which another job saves by now."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job's right to save in a folder: it ends when a later job replaces the words of a file there.
+
+    It needs no clock, and a job that died holds nobody up.
+
+    Attributes:
+        before: the job whose words it replaced, which may still run on another host; "" where none may.
+    """
+
+    folder: Location
+    name: str
+    words: str
+    before: str = ""
+
+    def check(self) -> None:
+        """Refuse to save where another job does, or where the folder no longer is.
+
+        Raises:
+            TakenOver: another job has begun there.
+            IntegrityError: the folder was moved or removed.
+            OSError: the store fails.
+        """
+        store = store_of(self.folder)
+        try:
+            found = store.read(self.name).decode()
+        except FileNotFoundError:
+            if isinstance(store, LocalStore) and not store.files():
+                raise IntegrityError(
+                    f"{store} was moved or removed while its run goes on: move it back, or put a link to it there"
+                ) from None
+            return
+        if found != self.words:
+            raise TakenOver(
+                f"{store} was taken over by {job_in(found)}: two jobs would remove each other's checkpoints, so this"
+                f" one, which saves nothing more, ends. If that was a mistake, stop the other and continue this run"
+            )
+
+
+def job_in(words: str) -> str:
+    """Return the job of a claim, for people."""
+    try:
+        holder = json.loads(words)
+        holder = holder.get("job", holder)
+        return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "another job"
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import ModelOrigin
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
-from .folder import LEFTOVER, step_folders, unreferenced
+from .folder import LEFTOVER, Claim, step_folders, unreferenced
 from .manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
 from .pieces import PieceEntry, write_pieces
 from .snapshot import boxes_of, owners
 from .state import StateTensor, dtype_word, group_records, merged_groups, stored_state
-from .store import OWN_MEMORY, Buffer, Location, Store, place_of
+from .store import OWN_MEMORY, Buffer, LocalStore, Location, Store, place_of
 
 LENGTH = 256
 """Numbers of a parameter that are compared, at most."""
@@ -184,12 +184,14 @@ def write(
     extra: dict[str, Any] | None = None,
     only_trained: bool = False,
     after: Location | None = None,
+    claim: Claim | None = None,
 ) -> int:
     """Write a checkpoint as ``save`` does. Collective.
 
     Args:
         after: an earlier checkpoint in the folder beside: what that one has is referred to, and no file of an older
             checkpoint is removed, since others may refer to it; None: the folder stands for itself.
+        claim: the right to save there, on the first rank.
 
     Returns:
         Bytes that this checkpoint's files have, those of others that it refers to included.
@@ -199,7 +201,7 @@ def write(
     where = store.where(folder)
 
     def prepare() -> tuple[str, str | None, bool]:
-        make_room(store, folder, extra, alone=after is None)
+        make_room(store, folder, extra, alone=after is None, claim=claim)
         is_new = f"{folder}/{NAME}" not in store.files(folder)
         return secrets.token_hex(4), place_of(after)[1] if after else None if is_new else folder, is_new
 
@@ -213,6 +215,8 @@ def write(
         return write_pieces(store, folder, own_pack, own, *earlier)
 
     def finish() -> int:
+        if claim is not None:
+            claim.check()
         written = commit(store, folder, manifest, new=is_new, alone=after is None)
         return sum(entry.bytes for entry in written.files.values())
 
@@ -272,8 +276,14 @@ def manifest_fields(
     }
 
 
-def make_room(store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool) -> None:
+def make_room(
+    store: Store, folder: str, extra: dict[str, Any] | None, *, alone: bool, claim: Claim | None = None
+) -> None:
     """Refuse to replace what is no checkpoint, and remove what an unfinished save left in the folder."""
+    if claim is not None:
+        claim.check()
+    elif isinstance(store, LocalStore) and not store.root.is_dir():
+        store.root.mkdir(parents=True, exist_ok=True)
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
@@ -298,7 +308,7 @@ def together(action: Callable[[], Result], *, what: str, here: bool = True) -> R
         except MeshwrightError as error:
             if not isinstance(error, IntegrityError):
                 raise
-            raise IntegrityError(f"{what}: {error} {UNTOUCHED}") from error
+            raise IntegrityError(f"{what}: {error}{'' if str(error).endswith('?') else '.'} {UNTOUCHED}") from error
         except Exception as error:
             raise IntegrityError(f"{what}: {type(error).__name__}: {error}. {UNTOUCHED}") from error
 

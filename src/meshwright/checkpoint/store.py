@@ -108,9 +108,12 @@ class LocalStore:
             os.close(descriptor)
 
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
-        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole."""
+        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole.
+
+        The folder above the root has to be there: where a run's was moved, none takes its place.
+        """
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=self.root.parent.is_dir(), exist_ok=True)
         with open(path, "wb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .folder import CheckpointFolder
+from .folder import CheckpointFolder, Claim
 from .host_memory import received, served
 from .manifest import FileEntry, Manifest, TensorEntry, blocks_in, commit
 from .pieces import PieceEntry, write_pieces
-from .store import LocalStore, place_of
+from .store import LocalStore, Store, place_of
 
 NICE = 10
 """How much the writer gives way to training on a busy machine."""
@@ -115,7 +115,7 @@ class Writer:
 
     def on_write(self, files: list[int], place: dict[str, Any], pack: str, boxes: list[list[Any]]) -> dict[str, Any]:
         """Write boxes of shared memory as one pack; return their entries."""
-        store, folder = place_of(place["location"])
+        store, folder = allowed(place)
         wanted = [
             SharedPiece(key, tuple(offset), tuple(shape), dtype, begin, end, self)
             for key, offset, shape, dtype, begin, end in boxes
@@ -140,7 +140,7 @@ class Writer:
     ) -> dict[str, Any]:
         """Write the manifest of what all ranks wrote; return the checkpoint's size in bytes."""
         self.look()
-        store, folder = place_of(place["location"])
+        store, folder = allowed(place)
         whole = commit(store, folder, manifest(tensors, entries, rest), new=place["new"], alone=not place["in_run"])
         return {"bytes": sum(file.bytes for file in whole.files.values())}
 
@@ -169,6 +169,13 @@ class Writer:
         for piece in whole.pieces:
             ends[piece.pack] = max(piece.end, ends.get(piece.pack, 0))
         replace(whole, files={pack: FileEntry(end) for pack, end in ends.items()}).write(Path(location))
+
+
+def allowed(place: dict[str, Any]) -> tuple[Store, str]:
+    """Return the store and the folder of a checkpoint, where its job may still save."""
+    if place["claim"]:
+        Claim(*place["claim"]).check()
+    return place_of(place["location"])
 
 
 def manifest(tensors: dict[str, list[Any]], entries: list[list[Any]], rest: dict[str, Any]) -> Manifest:

@@ -19,7 +19,7 @@ from meshwright.checkpoint.store import OWN_MEMORY, Location, is_remote, path_of
 from meshwright.core.config import take_flags
 from meshwright.core.dtypes import bytes_text
 from meshwright.core.errors import ConfigError
-from meshwright.training.run.occupancy import held_by
+from meshwright.training.run.occupancy import nobody_saves
 
 from .arguments import refuse_rest
 
@@ -85,8 +85,8 @@ def run(argv: list[str]) -> int:
             size = f"{bytes_text(row.own)}, refers to files of {bytes_text(row.referred)}" if row.referred else ""
             print(f"{row.location}: {row.problem or size or bytes_text(row.own)}{mark}")
         return int(any(row.problem for row in rows))
-    if isinstance(at, Path) and (who := held_by(at)):
-        raise ConfigError(f"{place} is being trained by {who}, which may be saving: wait for its end")
-    gone = clear(folder)
+    gone, left = clear(folder, lambda: nobody_saves(folder))
     print(f"removed {len(gone)} files ({bytes_text(sum(gone.values()))}) that no checkpoint of {folder.path} names")
+    if left:
+        print(f"{len(left)} more stay, such as {left[0]}: a job may be writing them, and a later checkpoint frees them")
     return 0

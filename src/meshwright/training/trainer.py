@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import socket
@@ -38,7 +37,7 @@ from meshwright.training.preference import give_references
 from meshwright.training.recording import Profile, check_recordings, open_recordings
 from meshwright.training.run.checkpointing import Checkpointing, Position
 from meshwright.training.run.folder import RunFolder
-from meshwright.training.run.occupancy import OWNER, checkpoints_of_one_run, occupied
+from meshwright.training.run.occupancy import checkpoints_of_one_run, claimed, occupied
 from meshwright.training.run.request import RESOLVED, keep_request, read_request, words_of_complete
 from meshwright.training.slurm import run_of_requeued_job
 from meshwright.training.stopping import Interrupted, StopRequest
@@ -138,15 +137,15 @@ def open_folder(run: Run, config: Config, held: ExitStack) -> RunFolder:
             own = asked.run or run_of_requeued_job(asked)
             held.enter_context(checkpoints_of_one_run(elsewhere, own and Path(own).expanduser(), run.identity))
         folder = RunFolder.open(asked, run.identity, run.feed.other_data)
-        held.enter_context(occupied(folder.path))
+        claim = held.enter_context(occupied(folder.path))
         if elsewhere is not None:
-            elsewhere.store.put(OWNER, json.dumps({"run": str(folder.path.absolute())}).encode())
+            claim = held.enter_context(claimed(elsewhere, folder.path))
         if folder.is_new:
             folder.write_facts(run.config, run.identity, run.plan.to_json(), run.tokenizer)
             keep_request(folder.path, config)
         store_for_restarts("run", str(folder.path.absolute()))
         announce(folder.path)
-        return folder
+        return replace(folder, claim=claim)
 
     return agree.from_rank_zero(agree.together(in_words(opened, "cannot set up the run's folder"), here=is_rank_zero()))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.checkpoint.background import Saver
-from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.folder import CheckpointFolder, TakenOver
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.loading import load, load_newest
 from meshwright.checkpoint.saving import Handle, is_beside, write
@@ -57,6 +57,7 @@ class Checkpointing:
 
     def __init__(self, run: Run, folder: RunFolder, at: Position, say: Callable[[str], None], stop: StopRequest):
         self.r, self.run_folder, self.at, self.say = run, folder.path, at, say
+        self.claim = folder.claim
         elsewhere = run.config.checkpoint.folder
         self.folder = CheckpointFolder(elsewhere or folder.path / "checkpoints")
         self.latest: Location | None = None
@@ -64,7 +65,9 @@ class Checkpointing:
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
         beside, most = c.asynchronous and is_beside(c.folder, say), math.ceil(c.host_memory * 2**30)
         left = functools.partial(memory_left, ranks)
-        self.saver = Saver(most, c.when_busy, say, left, stopped=lambda: stop.signal) if beside else None
+        self.saver = (
+            Saver(most, c.when_busy, say, left, stopped=lambda: stop.signal, claim=folder.claim) if beside else None
+        )
         if self.saver is not None and most:
             agree.together(lambda: portions(boxes_of(stored_state(run.model)), most))  # refuses too little at once
         self.memory = open_host_memory(folder.path, c.memory_folder) if c.memory_every else None
@@ -107,11 +110,14 @@ class Checkpointing:
 
         Raises:
             IntegrityError: a rank could not write what is written at once (raised on every rank).
+            TakenOver: another job saves there by now (raised on every rank).
         """
         path, given, handle = self.folder.of_step(self.at.step), self._given, None
         if self.saver is not None and not is_last:
             try:
                 handle = self.saver.begin(self.r.model, path, in_run=True, then=self._remove_old, **given)
+            except TakenOver:
+                raise
             except ConfigError as error:
                 self.say(f"{error}. Saves are synchronous from here on")
                 self.saver = None
@@ -120,7 +126,7 @@ class Checkpointing:
             self.look()
         if handle is None:
             handle = Handle(path)
-            handle.bytes = write(self.r.model, path, **given, after=self.latest)
+            handle.bytes = write(self.r.model, path, **given, after=self.latest, claim=self.claim)
             agree.together(self._remove_old, here=is_rank_zero())
             handle.end()
         if handle.skipped:
@@ -131,6 +137,8 @@ class Checkpointing:
 
     def _remove_old(self) -> None:
         try:
+            if self.claim is not None:
+                self.claim.check()
             self.folder.keep_last(self.r.config.checkpoint.keep_last)
         except (OSError, MeshwrightError) as error:
             self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
@@ -194,6 +202,10 @@ class Checkpointing:
         Raises:
             IntegrityError, ConfigError: the checkpoint cannot be loaded.
         """
+        if self.claim is not None and self.claim.before:
+            self.say(
+                f"{self.claim.folder} was last used by {self.claim.before}: if it still runs, its next save ends it"
+            )
         for leftover in self.folder.half_written():
             self.say(f"{leftover} was never finished (an interrupted save), or is damaged; it is not used")
         found = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of, step_of
+from meshwright.checkpoint.folder import CheckpointFolder, Claim, checkpoints_of, step_of
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.store import Location, place_of
 from meshwright.checkpoint.tensor_files import TensorFiles, holds_weights
@@ -62,9 +62,13 @@ LOOSENED = ("too_long", "refuse")
 class RunFolder:
     """``config.toml`` (resolved), ``request.toml`` (as asked for), ``plan.json``, ``identity.json``, ``metrics.jsonl``,
     ``checkpoints/``; ``heartbeats/`` while it runs; ``reference/`` of a run on pairs of answers.
+
+    Attributes:
+        claim: a job's right to save its checkpoints; None where the folder is only read.
     """
 
     path: Path
+    claim: Claim | None = None
 
     @property
     def checkpoints(self) -> CheckpointFolder:

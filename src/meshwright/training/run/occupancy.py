@@ -7,15 +7,16 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
+from meshwright.checkpoint.folder import CheckpointFolder, Claim, checkpoints_of, job_in
 from meshwright.checkpoint.store import LocalStore, RemoteStore, Store, absolute, place_of, probe
-from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 
 NAME = "running.lock"
 _PATIENCE_SEC = 5.0
@@ -23,20 +24,24 @@ _PATIENCE_SEC = 5.0
 
 
 @contextlib.contextmanager
-def occupied(folder: Path, key: str = "run") -> Iterator[None]:
+def occupied(folder: Path, key: str = "run") -> Iterator[Claim]:
     """Lock ``folder`` for the time of the block. The system releases the lock when this process dies, however it dies.
 
-    If files cannot be locked (some network file systems), there is no lock.
+    If files cannot be locked (some network file systems), there is no lock, and a later job takes the claim over.
 
     Args:
         key: the key of the config that names the folder.
 
+    Yields:
+        The claim to the folder.
+
     Raises:
         ConfigError: another job holds the lock; the message names its process and host.
     """
-    held = _take(folder / NAME, key)
+    words = json.dumps(_this_job())
+    held = _take(folder / NAME, key, words)
     try:
-        yield
+        yield Claim(folder, NAME, words)
     finally:
         if held is not None:
             (folder / NAME).unlink(missing_ok=True)  # before the lock is released: who waits sees that it is gone
@@ -65,8 +70,25 @@ def held_by(folder: Path) -> str:
     """Return the job that holds ``folder`` now, in words; "" where none does."""
     if is_occupied(folder):
         with contextlib.suppress(OSError):
-            return _holder((folder / NAME).read_bytes()[:1000])
+            return job_in((folder / NAME).read_bytes()[:1000].decode())
     return ""
+
+
+def nobody_saves(checkpoints: CheckpointFolder) -> bool:
+    """Return whether it is known that no job saves to a run's checkpoints now. Of a bucket, a job that died says so
+    never.
+
+    Raises:
+        ConfigError: a job on this host, or one that locks files on the same file system, holds them.
+    """
+    store, said = checkpoints.store, _said(checkpoints.store)
+    if isinstance(store, RemoteStore):
+        return bool(said) and "job" not in said
+    root = store.root.absolute()
+    for folder in (root, root.parent):  # checkpoint.folder, the run's
+        if who := held_by(folder):
+            raise ConfigError(f"{folder} is being trained by {who}, which may be saving: wait for its end")
+    return bool(said) or (root.parent / "config.toml").is_file()
 
 
 # --- one run for checkpoints that lie outside its folder
@@ -97,11 +119,17 @@ def other_owner(checkpoints: CheckpointFolder, run: Path | Literal[""]) -> Path 
     return owner if isinstance(store, RemoteStore) or checkpoints.steps() else None
 
 
+def _said(store: Store) -> dict[str, Any]:
+    """Return what OWNER says; {} where it is absent or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(store.read(OWNER))
+        if isinstance(found, dict) and isinstance(found.get("run"), str):
+            return found
+    return {}
+
+
 def _owner(store: Store) -> Path | None:
-    try:
-        return Path(json.loads(store.read(OWNER))["run"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return Path(run) if (run := _said(store).get("run")) else None
 
 
 def _saves_to(run: Path, checkpoints: CheckpointFolder) -> bool:
@@ -126,19 +154,43 @@ def checkpoints_of_one_run(checkpoints: CheckpointFolder, run: Path | Literal[""
         yield
 
 
-def _take(path: Path, key: str) -> int | None:
+@contextlib.contextmanager
+def claimed(checkpoints: CheckpointFolder, run: Path) -> Iterator[Claim]:
+    """Claim a ``checkpoint.folder`` for a run, and for this job for the time of the block; an earlier job loses it."""
+    store, owner, job = checkpoints.store, {"run": str(run.absolute())}, _this_job()
+    earlier = _said(store)
+    before = earlier.get("job")
+    words = json.dumps({**owner, "job": job})
+    store.put(OWNER, words.encode())
+    is_elsewhere = before and (earlier["run"], before["host"]) != (owner["run"], job["host"])  # here a lock tells
+    claim = Claim(checkpoints.path, OWNER, words, job_in(json.dumps(before)) if is_elsewhere else "")
+    try:
+        yield claim
+    finally:
+        with contextlib.suppress(OSError, MeshwrightError):  # the next job takes over what stays
+            claim.check()
+            store.put(OWNER, json.dumps(owner).encode())
+
+
+def _this_job() -> dict[str, object]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "token": secrets.token_hex(8)}
+
+
+def _take(path: Path, key: str, words: str) -> int | None:
     end = time.monotonic() + _PATIENCE_SEC
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            who = _holder(os.pread(file, 1000, 0))
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                _write(file, words)
+                os.close(file)
+                return None
+            who = job_in(os.pread(file, 1000, 0).decode())
             if key != "run" and (owner := _owner(LocalStore(path.parent))):
                 who += f", for the run {owner}"
             os.close(file)
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                return None
             if time.monotonic() < end:
                 time.sleep(0.05)
                 continue
@@ -148,19 +200,14 @@ def _take(path: Path, key: str) -> int | None:
             ) from None
         with contextlib.suppress(FileNotFoundError):  # the file that was locked may no longer be the one of that name
             if os.path.samestat(os.fstat(file), path.stat()):
-                me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
-                os.truncate(file, 0)
-                os.pwrite(file, json.dumps(me).encode(), 0)
+                _write(file, words)
                 return file
         os.close(file)
 
 
-def _holder(lock: bytes) -> str:
-    try:
-        holder = json.loads(lock)
-        return f"another job (process {holder['pid']} on {holder['host']}, since {holder['since']})"
-    except (ValueError, KeyError, TypeError):
-        return "another job"
+def _write(file: int, words: str) -> None:
+    os.truncate(file, 0)
+    os.pwrite(file, words.encode(), 0)
 
 
 def latest_checkpoint(folder: Path) -> str:
