@@ -81,19 +81,19 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 126, 0),
-    "checkpoint": (18, 4998, 22),
+    "checkpoint": (18, 5090, 22),
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
-    "core": (19, 3201, 5),
+    "core": (19, 3212, 5),
     "data": (16, 6533, 40),
-    "distributed": (88, 21261, 108),
+    "distributed": (88, 21334, 109),
     "integrations": (9, 1740, 12),
     "introspection": (37, 10235, 48),
     "models": (4, 716, 5),
     "observation": (20, 4427, 54),
-    "planning": (34, 8601, 42),
-    "simulation": (13, 4501, 27),
-    "training": (41, 10904, 46),
+    "planning": (34, 8585, 42),
+    "simulation": (13, 4500, 27),
+    "training": (41, 10966, 46),
     "verification": (15, 3724, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.
