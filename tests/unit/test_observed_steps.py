@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.observation.blame import Blame
-from meshwright.observation.traces import NOTHING, Run, matched, places_in, steps_away
+from meshwright.observation.traces import NOTHING, Run, by_turns, matched, places_in, steps_away
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_rank_that_was_away_takes_part_again_once_it_has_the_parameters(steps,
     ],
 )
 def test_a_step_that_is_left_out_is_a_fault_if_parameters_differ_afterwards(steps, step_of_it, is_found):
-    blame = SimpleNamespace(base={"steps": ONE}, many=beside_one(*steps))
+    blame = SimpleNamespace(base={"steps": ONE}, many=beside_one(*steps), takes_turns=False)
     assert Blame._left_out(blame, step_of_it) == ([1] if is_found else [])  # type: ignore[arg-type]
 
 
@@ -85,3 +85,17 @@ def test_a_parameter_of_zeros_is_cut_as_its_neighbour():
     place = places_in(own, whole)["a.up"]
     assert (place.name, place.dim) == ("a.up", 1) and place.index is not None and place.index.tolist() == [2, 3]
     assert "a.up" not in places_in(own, whole | {"a.up": table([0.0] * 8, 5)})
+
+
+def test_models_that_take_turns_in_one_process_are_compared_turn_by_turn():
+    """Two ranks each with a model of its own, and one process that was observed for half of their steps."""
+    one = [step(rows, number, 1.0) | {"left": {}} for number, rows in enumerate(("ab", "cd", "ef", "gh"))]
+    own = (("ab", 0), ("ef", 2), ("xy", 4)), (("cd", 1), ("gh", 3), ("zw", 5))
+    ranks = [{"steps": [step(rows, number, 1.0) for rows, number in steps]} for steps in own]
+    many = Run(None, ranks).aligned({"steps": one})  # type: ignore[arg-type]
+    taken = [[n for n, at in enumerate(rank["steps"]) if at is not NOTHING] for rank in many.ranks]
+    assert taken == [[0, 2, 4], [1, 3, 4]]
+    turns = by_turns({"steps": one}, many)["steps"]
+    assert [turn.get("left") for turn in turns] == [one[2]["before"], one[3]["before"], None, None]
+    shared = Run(None, [{"steps": one}] * 2)  # type: ignore[arg-type]
+    assert by_turns({"steps": one}, shared)["steps"] is one

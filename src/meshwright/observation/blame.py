@@ -29,6 +29,7 @@ from .traces import (
     Place,
     Run,
     begins_alike,
+    by_turns,
     first_step,
     own_part,
     part,
@@ -73,8 +74,9 @@ class Blame:
                 f"{one.folder} is a trace of {len(one.ranks)} processes: blame takes that of one process first, then"
                 f" the run to be judged"
             )
-        self.base = one.ranks[0]
-        self.many = many = many.aligned(self.base)
+        self.many = many = many.aligned(one.ranks[0])
+        self.base = by_turns(one.ranks[0], many)
+        self.takes_turns = self.base is not one.ranks[0]  # its models, one for each rank
         self.n_steps = min(one.n_steps, many.n_steps)
         self.places = [places_of(self.base, trace) for trace in many.ranks]
         self.shapes = [
@@ -349,7 +351,7 @@ class Blame:
         """List the ranks that take no step here and go on later, from other parameters than the rest."""
         found = []
         for rank, trace in enumerate(self.many.ranks):
-            if step not in steps_away(trace["steps"]):
+            if self.takes_turns or step not in steps_away(trace["steps"]):
                 continue
             back = next(n for n in range(step, len(trace["steps"])) if trace["steps"][n] is not NOTHING)
             others = [self.many.step(n, back) for n in range(len(self.many.ranks)) if self.many.step(n, step)["after"]]

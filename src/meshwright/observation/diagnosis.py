@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.core.names import is_within
+
 from .findings import Finding, Off, is_position, is_router, is_small, near, ranks_of
 from .groups import (
     adds_up_around,
@@ -295,7 +297,8 @@ class Diagnosis:
         ranks = ranks_of(off)
         last = self.base["steps"][self.number - 1]["gradients"] if self.number else {}
         if not finite:
-            returned = {event["module"] for one in self.own for event in one["forward"] if event["back"] is not None}
+            backs = [(event["module"], event["back"]) for one in self.own for event in one["forward"]]
+            returned = {n for n, back in backs if back and not any(m != n and is_within(m, n) for m, _ in backs)}
             if any(o.name.rpartition(".")[0] in returned for o in off) and all(map(self._unchanged, off)):
                 return "not updated", "no optimizer steps it", ranks
             return "dead path", "no gradient", ranks

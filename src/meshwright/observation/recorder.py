@@ -75,14 +75,12 @@ class Recorder:
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.n_steps = settings, settings.get("steps", 3)
-        self.n_done = 0
+        self.n_done = self.returned = self.depth = 0
         self.now = self.new()
         self.stack: list[int] = []
-        self.returned = 0
         self.held: dict[int, tuple[Any, list[Piece]]] = {}
         self.named: dict[str, int] = {}
-        self.homes: dict[int, int] = {}
-        """By parameter, the model that holds it."""
+        self.homes: dict[int, int] = {}  # by parameter, the model that holds it
         self.modules: dict[int, str] = {}
         self.buffers: list[tuple[nn.Module, str, str]] = []
         self.roots: dict[int, nn.Module] = {}
@@ -90,15 +88,13 @@ class Recorder:
         self.others: list[str] = []
         self.began = time.time()
         self.stepped: set[int] = set()
-        self.depth = 0
         self.met = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.closed = False
         self.generator = torch.Generator().manual_seed(settings.get("noise") or 0)
         self.sketched: dict[int, tuple[Any, int, dict[str, Any]]] = {}
         self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
         self.versions: dict[int, int] = {}
         self.by_hand: bool | None = None
-        self.compiles = self.cuts = False
+        self.closed = self.compiles = self.cuts = False
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     def new(self) -> dict[str, Any]:
@@ -389,8 +385,12 @@ class Recorder:
     def find_names(self, stepped: list[Any]) -> bool:
         """Name all parameters by the outermost modules that hold those which an optimizer steps; say if any is new."""
         wanted = {id(p) for p in stepped if id(p) not in self.held}
-        if not wanted:
-            return False
+        if not wanted:  # perhaps a model that gave its names to a successor, and takes turns with it
+            own = {self.named.get(piece.name) for p in stepped for piece in self.held[id(p)][1]}
+            homes = {self.homes.get(id(p)) for p in stepped if id(p) not in own} - {None}
+            back = {piece.name: key for key, home in self.homes.items() if home in homes for piece in self.held[key][1]}
+            self.named |= back
+            return bool(back)
         every = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
         children = {id(child) for module in every for child in module._modules.values() if child is not None}
         outer = [module for module in every if id(module) not in children]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,27 @@ class Run:
         order = {
             name: n for step in reversed(one["steps"]) for c in step["calls"] for n, name in enumerate(c["inputs"])
         }
-        every = []
+        given = []
         for trace in self.ranks:
             for call in (call for step in trace["steps"] for call in step["calls"]):  # a batch may be a dict
                 call["inputs"] = dict(sorted(call["inputs"].items(), key=lambda item: order.get(item[0], len(order))))
-            own = trace["steps"]
             # passes before the last one may be those of steps that were not taken
-            times = matched([rows_given({"calls": step["calls"][-1:]}) for step in own], rows)
-            every.append([NOTHING] * (times[-1] + 1 if times else 0))
-            for step, time in zip(own, times, strict=True):
+            given.append([rows_given({"calls": step["calls"][-1:]}) for step in trace["steps"]])
+        times = [matched(own, rows) for own in given]
+        met = [
+            [t for mine, t in zip(own, each, strict=True) if t < len(rows) and mine & rows[t]]
+            for own, each in zip(given, times, strict=True)
+        ]
+        if len(met) > 1 and 0 < sum(map(len, met)) == len({*chain(*met)}):
+            # the ranks' models take turns in one process, which was not observed for all of their steps
+            times = [
+                [*m, *range(len(rows), len(rows) + len(t) - len(m))] if t[: len(m)] == m else t
+                for m, t in zip(met, times, strict=True)
+            ]
+        every = []
+        for trace, each in zip(self.ranks, times, strict=True):
+            every.append([NOTHING] * (each[-1] + 1 if each else 0))
+            for step, time in zip(trace["steps"], each, strict=True):
                 every[-1][time] = step
         for steps in every:
             away = steps_away(steps)
@@ -126,7 +139,7 @@ def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
     The rows in common are the most that such an order can have (Needleman and Wunsch 1970, with gaps on one side); of
     equal orders it is the earliest.
     """
-    best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (max(len(own), len(rows)) + 1)
+    best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (len(own) + len(rows) + 1)
     for number, mine in enumerate(own):
         longer, last = [], (-1, [0], [0])
         for step in range(len(best) - 1):
@@ -143,6 +156,25 @@ def steps_away(steps: list[dict[str, Any]]) -> list[int]:
     """List the steps that a rank did not take between steps that it took."""
     taken = [number for number, step in enumerate(steps) if step is not NOTHING]
     return sorted(set(range(taken[0], taken[-1])).difference(taken)) if taken else []
+
+
+def by_turns(one: dict[str, Any], many: Run) -> dict[str, Any]:
+    """Return the trace of one process that trains a model of each rank by turns with what each has at its next turn.
+
+    What changes a model between its turns, such as an average of all, happens in another's steps there, and between two
+    steps of a rank's own. A trace of which ranks share steps is returned as it is.
+    """
+    turns = [[n for n, step in enumerate(trace["steps"]) if step is not NOTHING] for trace in many.ranks]
+    taken = [turn for each in turns for turn in each if turn < len(one["steps"])]
+    if len(turns) == 1 or len({*taken}) < len(taken):
+        return one
+    steps = [dict(step) for step in one["steps"]]
+    for now, then in (pair for each in turns for pair in zip(each, [*each[1:], len(steps)], strict=True)):
+        if now < len(steps):
+            steps[now].pop("left", None)
+        if then < len(steps):
+            steps[now]["left"] = steps[then]["before"]
+    return {**one, "steps": steps}
 
 
 def begins_alike(step: dict[str, Any], other: dict[str, Any]) -> bool:
