@@ -235,6 +235,7 @@ def test_an_optimizer_of_other_parameters_is_refused(sizes):
 
 
 @EACH
+@pytest.mark.follows("clip_grad_norm_()", "optimizer_step()", "max_norm=")
 @ranks(2)
 def test_a_norm_taken_by_hand_is_of_the_whole_model_or_refused(sizes):
     """A pipeline's rank has the gradients of its stages, which torch's functions take for all."""
@@ -255,7 +256,8 @@ def test_a_norm_taken_by_hand_is_of_the_whole_model_or_refused(sizes):
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             assert float(norm) == pytest.approx(float(whole), rel=1e-10)
     assert float(clip_grad_norm_(model, 0.1)) == pytest.approx(float(whole), rel=1e-10)
-    assert model.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.5)).grad_norm == pytest.approx(0.1, rel=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert model.optimizer_step(optimizer, max_norm=1.0).grad_norm == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan")])

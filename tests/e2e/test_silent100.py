@@ -104,12 +104,15 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
         "caution-averaged-over-own-piece",  # updates of other sizes on each rank
         "overlap-of-own-pictures",  # a loss of own rows that is no sum
         "strength-of-adapters-by-cut-rank",  # parameters of zeros, cut as their neighbours
+        "prompts-before-a-frozen-stage",  # a parameter beside modules that gradients come back to
         "sound-average-on-rank-zero",
         "sound-convolution-as-a-product",  # weights of other dims
         "sound-cut-the-other-way-each-step",  # parameters that find a new place in each step
         "sound-joiner-with-everything",  # rows that a model is given twice, beside others
         "sound-pieces-of-four-read-by-two",  # a second model, and updates by hand of gradients that nobody reduced
         "sound-sparse-table-gradients",
+        "sound-teacher-has-a-rank-to-itself",  # a rank that never steps
+        "sound-weights-stored-at-half-their-size",
     ],
 )
 def test_our_judge_is_right_about_a_case(name: str):

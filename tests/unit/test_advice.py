@@ -229,7 +229,7 @@ def test_names_in_every_message_exist():
         ("Set techniques.sequence_paralel = false", "techniques.sequence_paralel is no key"),
         ("set data.on_bad_row = 'drop'", "on_bad_row"),
         ("Set techniques.precision.master = fp33", "fp33"),
-        ("Set techniques.float8 = colwise.", "is none of"),
+        ("Set techniques.float8 = colwise.", "expected one of"),
         ("Set steps, or batch.global_batch = 0", "out of range"),
         ("write one with: meshwright traces CONFIG", "no such verb"),
         ("write one with: meshwright verify CONFIG --write-traces FILE", "does not take --write-traces"),

@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1740, 12),
     "introspection": (37, 10235, 48),
     "models": (4, 716, 5),
-    "observation": (20, 4427, 54),
+    "observation": (20, 4474, 55),
     "planning": (34, 8585, 42),
     "simulation": (13, 4500, 27),
     "training": (41, 10966, 46),

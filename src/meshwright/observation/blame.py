@@ -79,11 +79,10 @@ class Blame:
         self.takes_turns = self.base is not one.ranks[0]  # its models, one for each rank
         self.n_steps = min(one.n_steps, many.n_steps)
         self.places = [places_of(self.base, trace) for trace in many.ranks]
-        self.shapes = [
+        self.shapes = [  # of parameters as they were placed
             {name: entry["shape"] for step in reversed(trace["steps"]) for name, entry in step["before"].items()}
             for trace in many.ranks
         ]
-        """Of parameters as they were placed."""
         held = [trace["steps"][first_step(trace)]["before"] for trace in many.ranks]
         for rank, (names, placed) in enumerate(zip(held, self.places, strict=True)):
             if not placed:
@@ -109,6 +108,8 @@ class Blame:
         """Whether some of the model computes in 16 bits."""
         counts = sorted({len(trace["steps"]) for trace in (*many.ranks, self.base)})
         self.counts = f"; not all took as many steps: {counts[0]} to {counts[-1]}" if len(counts) > 1 else ""
+        if len(many.ranks) < (world := many.ranks[0].get("world", 0)):
+            self.counts += f"; of {world} ranks the first {len(many.ranks)} step"
         if self.base["others"]:
             self.counts += f"; several models are trained: names of others begin with {', '.join(self.base['others'])}"
         if any(trace["cut"] for trace in (self.base, *many.ranks)):
@@ -159,19 +160,16 @@ class Blame:
         return replace(found, words=words, unknown=self.unknown)
 
     def _first(self) -> Finding:
-        if off := self._initial():
-            return Diagnosis(self.base, self.many, self.places, 0).of_beginning(off)
+        if (off := self._initial()) and not self._are_kept_otherwise(off):
+            return self._at(0).of_beginning(off)
         if (idle := self._never_stepped()) is not None:
-            return Diagnosis(self.base, self.many, self.places, 0).finding(
-                *idle, "not updated", "no optimizer steps it", "it has gradients"
-            )
+            return self._at(0).finding(*idle, "not updated", "no optimizer steps it", "it has gradients")
         for step in range(self.n_steps):
             if alone := self._steps_alone(step):
                 names = {place.name for rank in alone for place in self.places[rank].values()}
-                why = "it is updated, and others leave the update out"
-                return Diagnosis(self.base, self.many, self.places, step).of_missing(names, alone, why)
+                return self._at(step).of_missing(names, alone, "it is updated, and others leave the update out")
             if away := self._left_out(step):
-                return Diagnosis(self.base, self.many, self.places, step).of_left_out(away)
+                return self._at(step).of_left_out(away)
             steps = [len(trace["steps"]) for trace in self.many.ranks]
             # weights that a rank is given after it has left are no step's
             leaves = [step + 1 == n < max(steps) for n in steps]
@@ -180,7 +178,7 @@ class Blame:
             gradients = self._gradients(step)
             moved = self._between(step) if step and (gradients or left[0]) else []
             if moved:  # without a difference in the step it was noted earlier or later, no more
-                return Diagnosis(self.base, self.many, self.places, step).of_beginning(moved)
+                return self._at(step).of_beginning(moved)
             if (drawn := self._draws(step)) is not None:
                 return drawn
             after = left[1] if self._has_left(step) else left[0]
@@ -189,11 +187,11 @@ class Blame:
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 if copied := self.copied.off(step, FLOORS, SMALL):
                     seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
-                    return self.copied.finding(Diagnosis(self.base, self.many, self.places, seen), step, copied)
+                    return self.copied.finding(self._at(seen), step, copied)
                 continue
             if step and (copied := self.copied.off(step - 1, FLOORS, SMALL, everywhere=False)):
-                return self.copied.finding(Diagnosis(self.base, self.many, self.places, step - 1), step - 1, copied)
-            diagnosis = Diagnosis(self.base, self.many, self.places, step)
+                return self.copied.finding(self._at(step - 1), step - 1, copied)
+            diagnosis = self._at(step)
             if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
                 raise ConfigError(
                     f"step {step + 1} differs in {len({o.name for o in (*gradients, *after)})} parameters, but its"
@@ -202,10 +200,7 @@ class Blame:
             if not step and diagnosis.passes.wrong_rows() and (again := self._reads_again()) is not None:
                 if again == (self.n_steps, ()):
                     return self._without_twin(step)
-                later, ranks = again
-                return Diagnosis(self.base, self.many, self.places, later).finding(
-                    ".+", ranks, "wrong rows", "rows are read again"
-                )
+                return self._at(again[0]).finding(".+", again[1], "wrong rows", "rows are read again")
             is_others = diagnosis.passes.other_batches() and not sums_a_copy(diagnosis.passes, "forward")
             if is_others and self._is_small(step, gradients, after):
                 continue
@@ -288,18 +283,13 @@ class Blame:
                 for rank, place, mine in replicas
             ]
             if off:
-                return Diagnosis(self.base, self.many, self.places, later).of_missing(
-                    {o.name for o in off}, ranks_of(off), "ranks have different copies"
-                )
+                return self._at(later).of_missing({o.name for o in off}, ranks_of(off), "ranks have different copies")
             if buffers := self._unlike_buffers(later):
-                return Diagnosis(self.base, self.many, self.places, later).finding(
+                return self._at(later).finding(
                     buffers[0], range(len(self.many.ranks)), "missing reduction", "", "ranks have different buffers"
                 )
-        words = (
-            f"rows, or random numbers, are others from step {step + 1} on; so ranks were compared with each other: they"
-            " agree"
-        )
-        return Finding("sound", words=words)
+        words = f"rows, or random numbers, are others from step {step + 1} on; so ranks were compared with each other"
+        return Finding("sound", words=f"{words}: they agree")
 
     def _unlike_buffers(self, step: int) -> list[str]:
         """List the buffers that differ between ranks after a step, but statistics of batches."""
@@ -330,7 +320,7 @@ class Blame:
         every = range(len(self.many.ranks))
         if not any(self.many.step(rank, step)["draws"] for rank in every):
             return None
-        diagnosis = Diagnosis(self.base, self.many, self.places, step)
+        diagnosis = self._at(step)
         earlier = [(self.base["steps"][s], [self.many.step(rank, s) for rank in every]) for s in range(step)]
         if (wrong := diagnosis.passes.wrong_draws(earlier)) is None:
             return None
@@ -416,6 +406,20 @@ class Blame:
             if error > ROUNDING.get(entry["dtype"], 5e-5) and len(mine):
                 off.append(Off(place.name, rank, mine, theirs, error, place))
         return off
+
+    def _at(self, step: int) -> Diagnosis:
+        return Diagnosis(self.base, self.many, self.places, step)
+
+    def _are_kept_otherwise(self, off: list[Off]) -> bool:
+        """Leave parameters out that begin at a multiple of their values, if all modules give the same for all that."""
+        passes = Passes(self.base, self.many, self.places, 0)
+        roots = {pair.rank for pair in passes.pairs(("", 1))}
+        scaled = all(o.found is not None and o.whole is not None and factor(o.found, o.whole) for o in off)
+        if not scaled or len(roots) < len(self.places) or passes.first_output() is not None:
+            return False
+        self.unknown = tuple(sorted({*self.unknown, *(o.name for o in off)}))
+        self.places = [{key: p for key, p in held.items() if p.name not in self.unknown} for held in self.places]
+        return all(self.places)
 
     def _entries(self, stage: str, step: int, in_blocks: bool = False) -> Iterator[Entry]:
         """Go through what ranks have and one process has, too: parts that are a run along one dim, or the others."""

@@ -70,10 +70,10 @@ class Run:
                     f" train. Observe one of them"
                 )
         world = max(entry["world"] for entry in parts)
-        if world != len(ranks):
+        if max(ranks) != len(ranks) - 1:  # the last ones may do other work
             raise ConfigError(f"{folder} holds traces of {len(ranks)} of {world} ranks; the others never stepped")
         found = [
-            {"rank": rank, "steps": without_undone([entry["step"] for entry in entries])}
+            {"rank": rank, "world": world, "steps": without_undone([entry["step"] for entry in entries])}
             | {key: entries[-1].get(key) for key in ("others", "cut", "command")}
             for rank, entries in sorted(ranks.items())
         ]
@@ -98,15 +98,11 @@ class Run:
             # passes before the last one may be those of steps that were not taken
             given.append([rows_given({"calls": step["calls"][-1:]}) for step in trace["steps"]])
         times = [matched(own, rows) for own in given]
-        met = [
-            [t for mine, t in zip(own, each, strict=True) if t < len(rows) and mine & rows[t]]
-            for own, each in zip(given, times, strict=True)
-        ]
-        if len(met) > 1 and 0 < sum(map(len, met)) == len({*chain(*met)}):
-            # the ranks' models take turns in one process, which was not observed for all of their steps
+        turns = [first_met(own, rows) for own in given]
+        if len(turns) > 1 and all(turns) and sum(map(len, turns)) == len({*chain(*turns)}):
+            # the ranks' models take turns in one process, which was perhaps not observed for all of their steps
             times = [
-                [*m, *range(len(rows), len(rows) + len(t) - len(m))] if t[: len(m)] == m else t
-                for m, t in zip(met, times, strict=True)
+                [*t, *range(len(rows), len(rows) + len(own) - len(t))] for own, t in zip(given, turns, strict=True)
             ]
         every = []
         for trace, each in zip(self.ranks, times, strict=True):
@@ -139,7 +135,7 @@ def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
     The rows in common are the most that such an order can have (Needleman and Wunsch 1970, with gaps on one side); of
     equal orders it is the earliest.
     """
-    best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (len(own) + len(rows) + 1)
+    best: list[tuple[int, list[int], list[int]]] = [(0, [], [])] * (max(len(own), len(rows)) + 1)
     for number, mine in enumerate(own):
         longer, last = [], (-1, [0], [0])
         for step in range(len(best) - 1):
@@ -150,6 +146,16 @@ def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
             longer.append(last)
         best = [(-1, [], []), *longer]
     return best[-1][2]
+
+
+def first_met(own: list[set[str]], rows: list[set[str]]) -> list[int]:
+    """Return, for each step of a rank up to one without such, the next step of one process that has rows of it."""
+    found: list[int] = []
+    for mine in own:
+        if (met := next((n for n in range(found[-1] + 1 if found else 0, len(rows)) if mine & rows[n]), None)) is None:
+            break
+        found.append(met)
+    return found
 
 
 def steps_away(steps: list[dict[str, Any]]) -> list[int]:
