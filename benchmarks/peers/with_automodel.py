@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from .bare import loop
-from .problem import Question
+from .problem import TOKENS, Question
 
 PACKAGES = ["nemo-automodel"]
 
@@ -31,4 +32,10 @@ def build(question: Question):
         activation_checkpointing=question.recomputes,
         reshard_after_forward=question.layout == "zero3",
     )
-    return loop(question, model)
+    positions = torch.arange(TOKENS, device=question.device)[None] if question.layout == "sequence" else None
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        found = model(input_ids=tokens, position_ids=positions).logits
+        return found.full_tensor() if isinstance(found, DTensor) else found  # its plan leaves them cut
+
+    return loop(question, model, logits)
