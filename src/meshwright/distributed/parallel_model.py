@@ -89,9 +89,8 @@ class ParallelModel(nn.Module):
         remember(self, Applied(applied(parts[0].model)))
         signature = Signature.of(parts[0].model)
         self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
-        self._adds_up, self._is_checked = adds_up and self._declared is None, False
+        self._adds_up, self._is_checked, self._stepped = adds_up and self._declared is None, False, lambda: None
         self._last_loss: Tensor | None = None
-        self._stepped = lambda: None  # a weak reference to the optimizer that was found to be of this model
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *plan.shares.copies)
@@ -220,7 +219,7 @@ class ParallelModel(nn.Module):
         Raises:
             ConfigError, UnsupportedError: the optimizer fits neither model nor plan, or the norm is none.
         """
-        if self._stepped() is not optimizer:
+        if self._stepped() is not optimizer:  # a weak reference to the last one
             self._stepped = optimizer_step.of_model(optimizer, self.named_parameters())
         parts = local_gradients(counted_once(self.parts, self.plan))
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
@@ -229,8 +228,9 @@ class ParallelModel(nn.Module):
         is_finite = bool(parts or self._pipeline_groups) and math.isfinite(norm)
         is_finite = is_finite and (self._last_loss is None or math.isfinite(float(self._last_loss)))
         skipped = (skip is not None and agree.any_rank(skip)) or not is_finite
-        self.skipped_steps += skipped
-        if not skipped:
+        if skipped:
+            self.skipped_steps += 1
+        else:
             if max_norm and not norm <= max_norm:
                 has_copies = self.plan.pipeline is not None and self.plan.pipeline.tied
                 every = local_gradients(self.parameters()) if has_copies else parts

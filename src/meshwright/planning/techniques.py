@@ -159,7 +159,8 @@ class Techniques(RunTechniques):
 
 def as_techniques(techniques: RunTechniques | dict | None) -> Techniques:
     """Return typed techniques; ConfigError for unknown keys, wrong types and values out of range, in objects too."""
-    given = vars(techniques) if isinstance(techniques, RunTechniques) else techniques or {}
-    typed = from_dict(Techniques, given, where="techniques")
+    if isinstance(techniques, RunTechniques) and not isinstance(techniques, Techniques):
+        techniques = Techniques(**vars(techniques))
+    typed = from_dict(Techniques, techniques or {}, where="techniques")
     check_ranges(typed, "techniques")
     return typed

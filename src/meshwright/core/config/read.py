@@ -186,7 +186,8 @@ class _ConfigReader:
     def section(self, cls: type, data: Any, key: str) -> Any:
         if isinstance(data, cls):
             cls = type(data)
-            data = {field.name: getattr(data, field.name) for field in dataclasses.fields(cls) if field.init}
+            given = ((field, getattr(data, field.name)) for field in dataclasses.fields(cls) if field.init)
+            data = {field.name: value for field, value in given if value is not field.default}
         if not isinstance(data, Mapping):
             raise self._mismatch(cls, data, key)
         types = field_types(cls)
@@ -196,7 +197,7 @@ class _ConfigReader:
                 place, repair = join(key, str(name)), _right_place(self.root, cls, str(name), key)
                 raise ConfigError(f"{self._at(place)}: unknown key '{place}'.{repair} {title}: {keys}.")
         for field in dataclasses.fields(cls):
-            if field.init and field.name not in data and default_of(field) is dataclasses.MISSING:
+            if field.init and field.name not in data and field.default is field.default_factory:  # both are missing
                 wanted = type_words(types[field.name])
                 raise ConfigError(
                     f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default."
