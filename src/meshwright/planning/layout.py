@@ -40,7 +40,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Read sizes that are no whole numbers as a file's are: "auto" leaves one open, others raise ConfigError."""
-        if any(not isinstance(size, int) or isinstance(size, bool) for size in self.sizes.values()):
+        sizes = self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep
+        if {*map(type, sizes)} - {int, type(Layout.pp)}:  # the default is marked as not set
             from meshwright.core.config import from_dict
 
             for name, value in vars(from_dict(type(self), vars(self), where="layout")).items():

@@ -184,10 +184,13 @@ class _ConfigReader:
     lines: Mapping[str, int]
 
     def section(self, cls: type, data: Any, key: str) -> Any:
-        if isinstance(data, cls):
+        if made_already := isinstance(data, cls):  # defaults that nobody changed need no reading
             cls = type(data)
-            given = ((field, getattr(data, field.name)) for field in dataclasses.fields(cls) if field.init)
-            data = {field.name: value for field, value in given if value is not field.default}
+            data = {
+                name: value
+                for name, value in vars(data).items()
+                if name in field_types(cls) and value is not getattr(cls, name, _NO)
+            }
         if not isinstance(data, Mapping):
             raise self._mismatch(cls, data, key)
         types = field_types(cls)
@@ -196,7 +199,7 @@ class _ConfigReader:
                 title, keys = f"Keys of [{key}]" if key else "Keys here", ", ".join(types)
                 place, repair = join(key, str(name)), _right_place(self.root, cls, str(name), key)
                 raise ConfigError(f"{self._at(place)}: unknown key '{place}'.{repair} {title}: {keys}.")
-        for field in dataclasses.fields(cls):
+        for field in () if made_already else dataclasses.fields(cls):
             if field.init and field.name not in data and field.default is field.default_factory:  # both are missing
                 wanted = type_words(types[field.name])
                 raise ConfigError(
