@@ -162,5 +162,6 @@ def as_techniques(techniques: RunTechniques | dict | None) -> Techniques:
     if isinstance(techniques, RunTechniques) and not isinstance(techniques, Techniques):
         techniques = Techniques(**vars(techniques))
     typed = from_dict(Techniques, techniques or {}, where="techniques")
-    check_ranges(typed, "techniques")
+    if typed != Techniques():
+        check_ranges(typed, "techniques")
     return typed
