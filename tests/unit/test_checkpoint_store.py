@@ -434,6 +434,20 @@ def test_clearing_leaves_what_cannot_be_judged(tmp_path, capsys):
     assert sorted(map(str, Path(tmp_path).rglob("*"))) == before
 
 
+def test_clearing_goes_on_where_a_job_retires_a_checkpoint_meanwhile(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    written(tmp_path, 2)
+    read_manifest = Manifest.read
+
+    def retired(location):
+        (tmp_path / "step-00000001" / NAME).unlink(missing_ok=True)
+        return read_manifest(location)
+
+    monkeypatch.setattr(Manifest, "read", retired)
+    assert main(["checkpoint", "gc", str(tmp_path)]) == 0
+    assert verify(CheckpointFolder(tmp_path).of_step(2)) == []
+
+
 @pytest.mark.parametrize("kind", ["memory", "own loop"])
 def test_clearing_leaves_what_a_save_in_progress_has_written(tmp_path, capsys, kind):
     """No manifest names it so far, and none would be whole without it."""

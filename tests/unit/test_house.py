@@ -81,7 +81,7 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 126, 0),
-    "checkpoint": (18, 5090, 22),
+    "checkpoint": (18, 5096, 22),
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
     "core": (19, 3216, 5),
@@ -90,7 +90,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "integrations": (9, 1740, 12),
     "introspection": (37, 10235, 48),
     "models": (4, 716, 5),
-    "observation": (20, 4474, 55),
+    "observation": (20, 4471, 55),
     "planning": (34, 8588, 42),
     "simulation": (13, 4500, 27),
     "training": (41, 10966, 46),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.observation.blame import Blame
-from meshwright.observation.traces import NOTHING, Run, by_turns, matched, places_in, steps_away
+from meshwright.observation.traces import NOTHING, Run, left_to_next_turn, matched, places_in, steps_away
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_rank_that_was_away_takes_part_again_once_it_has_the_parameters(steps,
     ],
 )
 def test_a_step_that_is_left_out_is_a_fault_if_parameters_differ_afterwards(steps, step_of_it, is_found):
-    blame = SimpleNamespace(base={"steps": ONE}, many=beside_one(*steps), takes_turns=False)
+    blame = SimpleNamespace(base={"steps": ONE}, many=beside_one(*steps))
     assert Blame._left_out(blame, step_of_it) == ([1] if is_found else [])  # type: ignore[arg-type]
 
 
@@ -94,8 +94,7 @@ def test_models_that_take_turns_in_one_process_are_compared_turn_by_turn():
     ranks = [{"steps": [step(rows, number, 1.0) for rows, number in steps]} for steps in own]
     many = Run(None, ranks).aligned({"steps": one})  # type: ignore[arg-type]
     taken = [[n for n, at in enumerate(rank["steps"]) if at is not NOTHING] for rank in many.ranks]
-    assert taken == [[0, 2, 4], [1, 3, 4]]
-    turns = by_turns({"steps": one}, many)["steps"]
+    assert many.turns and taken == [[0, 2, 4], [1, 3, 4]]
+    turns = left_to_next_turn({"steps": one}, many)["steps"]
     assert [turn.get("left") for turn in turns] == [one[2]["before"], one[3]["before"], None, None]
-    shared = Run(None, [{"steps": one}] * 2)  # type: ignore[arg-type]
-    assert by_turns({"steps": one}, shared)["steps"] is one
+    assert not Run(None, [{"steps": one}] * 2).aligned({"steps": one}).turns  # type: ignore[arg-type]

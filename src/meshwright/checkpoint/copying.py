@@ -140,7 +140,13 @@ def clear(folder: CheckpointFolder, is_free: Callable[[], bool]) -> tuple[dict[s
     sizes = {name: size for home in homes for name, size in store.files(home).items()}
     free, newest, named = is_free(), -1, set[str]()
     for step in folder.steps():
-        home, manifest = place_of(folder.of_step(step))[1], Manifest.read(folder.of_step(step))
+        home = place_of(folder.of_step(step))[1]
+        try:
+            manifest = Manifest.read(folder.of_step(step))
+        except IntegrityError:
+            if f"{home}/{NAME}" in store.files(home):
+                raise
+            continue  # a job has retired it meanwhile
         named |= {locate(home, pack) for pack in manifest.files}
         newest = newest if lacking(store, home, manifest) else step
     settled = homes if free else [home for home in steps if step_of(home) < newest]

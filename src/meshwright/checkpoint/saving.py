@@ -282,7 +282,7 @@ def make_room(
     """Refuse to replace what is no checkpoint, and remove what an unfinished save left in the folder."""
     if claim is not None:
         claim.check()
-    elif isinstance(store, LocalStore) and not store.root.is_dir():
+    elif isinstance(store, LocalStore):
         store.root.mkdir(parents=True, exist_ok=True)
     try:
         json.dumps(extra)

@@ -29,8 +29,8 @@ from .traces import (
     Place,
     Run,
     begins_alike,
-    by_turns,
     first_step,
+    left_to_next_turn,
     own_part,
     part,
     places_in,
@@ -75,8 +75,7 @@ class Blame:
                 f" the run to be judged"
             )
         self.many = many = many.aligned(one.ranks[0])
-        self.base = by_turns(one.ranks[0], many)
-        self.takes_turns = self.base is not one.ranks[0]  # its models, one for each rank
+        self.base = left_to_next_turn(one.ranks[0], many) if many.turns else one.ranks[0]
         self.n_steps = min(one.n_steps, many.n_steps)
         self.places = [places_of(self.base, trace) for trace in many.ranks]
         self.shapes = [  # of parameters as they were placed
@@ -160,7 +159,7 @@ class Blame:
         return replace(found, words=words, unknown=self.unknown)
 
     def _first(self) -> Finding:
-        if (off := self._initial()) and not self._are_kept_otherwise(off):
+        if (off := self._initial()) and not self._left_out_as_scaled(off):
             return self._at(0).of_beginning(off)
         if (idle := self._never_stepped()) is not None:
             return self._at(0).finding(*idle, "not updated", "no optimizer steps it", "it has gradients")
@@ -341,7 +340,7 @@ class Blame:
         """List the ranks that take no step here and go on later, from other parameters than the rest."""
         found = []
         for rank, trace in enumerate(self.many.ranks):
-            if self.takes_turns or step not in steps_away(trace["steps"]):
+            if self.many.turns or step not in steps_away(trace["steps"]):
                 continue
             back = next(n for n in range(step, len(trace["steps"])) if trace["steps"][n] is not NOTHING)
             others = [self.many.step(n, back) for n in range(len(self.many.ranks)) if self.many.step(n, step)["after"]]
@@ -410,16 +409,16 @@ class Blame:
     def _at(self, step: int) -> Diagnosis:
         return Diagnosis(self.base, self.many, self.places, step)
 
-    def _are_kept_otherwise(self, off: list[Off]) -> bool:
+    def _left_out_as_scaled(self, off: list[Off]) -> bool:
         """Leave parameters out that begin at a multiple of their values, if all modules give the same for all that."""
-        passes = Passes(self.base, self.many, self.places, 0)
+        passes, names = Passes(self.base, self.many, self.places, 0), {o.name for o in off}
         roots = {pair.rank for pair in passes.pairs(("", 1))}
         scaled = all(o.found is not None and o.whole is not None and factor(o.found, o.whole) for o in off)
-        if not scaled or len(roots) < len(self.places) or passes.first_output() is not None:
+        others = [{key: p for key, p in held.items() if p.name not in names} for held in self.places]
+        if not scaled or len(roots) < len(others) or not all(others) or passes.first_output() is not None:
             return False
-        self.unknown = tuple(sorted({*self.unknown, *(o.name for o in off)}))
-        self.places = [{key: p for key, p in held.items() if p.name not in self.unknown} for held in self.places]
-        return all(self.places)
+        self.unknown, self.places = tuple(sorted({*self.unknown, *names})), others
+        return True
 
     def _entries(self, stage: str, step: int, in_blocks: bool = False) -> Iterator[Entry]:
         """Go through what ranks have and one process has, too: parts that are a run along one dim, or the others."""

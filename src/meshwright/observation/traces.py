@@ -35,10 +35,11 @@ NOTHING: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """All ranks' traces of one run."""
+    """All ranks' traces of one run; ``turns``: each has a model of its own, and one process trains these by turns."""
 
     folder: Path
     ranks: list[dict[str, Any]]
+    turns: bool = False
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
@@ -99,8 +100,8 @@ class Run:
             given.append([rows_given({"calls": step["calls"][-1:]}) for step in trace["steps"]])
         times = [matched(own, rows) for own in given]
         turns = [first_met(own, rows) for own in given]
-        if len(turns) > 1 and all(turns) and sum(map(len, turns)) == len({*chain(*turns)}):
-            # the ranks' models take turns in one process, which was perhaps not observed for all of their steps
+        by_turns = len(turns) > 1 and all(turns) and sum(map(len, turns)) == len({*chain(*turns)})
+        if by_turns:  # one process was perhaps not observed for all of their steps
             times = [
                 [*t, *range(len(rows), len(rows) + len(own) - len(t))] for own, t in zip(given, turns, strict=True)
             ]
@@ -117,7 +118,7 @@ class Run:
                     steps[away[-1] + 1 : time] = [NOTHING] * (time - away[-1] - 1)
                     break
         ranks = [{**trace, "steps": steps} for trace, steps in zip(self.ranks, every, strict=True)]
-        return Run(self.folder, ranks)
+        return Run(self.folder, ranks, by_turns)
 
     @property
     def n_steps(self) -> int:
@@ -164,16 +165,13 @@ def steps_away(steps: list[dict[str, Any]]) -> list[int]:
     return sorted(set(range(taken[0], taken[-1])).difference(taken)) if taken else []
 
 
-def by_turns(one: dict[str, Any], many: Run) -> dict[str, Any]:
-    """Return the trace of one process that trains a model of each rank by turns with what each has at its next turn.
+def left_to_next_turn(one: dict[str, Any], many: Run) -> dict[str, Any]:
+    """Return the trace of one process that trains the ranks' models by turns with what each has at its next turn.
 
     What changes a model between its turns, such as an average of all, happens in another's steps there, and between two
-    steps of a rank's own. A trace of which ranks share steps is returned as it is.
+    steps of a rank's own.
     """
     turns = [[n for n, step in enumerate(trace["steps"]) if step is not NOTHING] for trace in many.ranks]
-    taken = [turn for each in turns for turn in each if turn < len(one["steps"])]
-    if len(turns) == 1 or len({*taken}) < len(taken):
-        return one
     steps = [dict(step) for step in one["steps"]]
     for now, then in (pair for each in turns for pair in zip(each, [*each[1:], len(steps)], strict=True)):
         if now < len(steps):

@@ -238,11 +238,11 @@ def of_model(optimizer: optim.Optimizer, parameters: Iterable[tuple[str, nn.Para
     own = {id(parameter): name for name, parameter in parameters if parameter.requires_grad}
     lacking, others = own.keys() - held.keys(), held.keys() - own.keys()
     if lacking and any(held[other].requires_grad for other in others) and isinstance(optimizer, optim.Optimizer):
+        first = next(name for key, name in own.items() if key in lacking)
         raise ConfigError(
-            f"the optimizer lacks {len(lacking)} of the {len(own)} trained parameters here, such as"
-            f" {own[min(lacking, key=list(own).index)]}, and holds {len(others)} tensors that are none of the model's:"
-            f" was it made before parallelize, or of another model? Make it of model.parameters() afterwards"
-            f" (parameters that shall not be trained: requires_grad_(False))."
+            f"the optimizer lacks {len(lacking)} of the {len(own)} trained parameters here, such as {first}, and holds"
+            f" {len(others)} tensors that are none of the model's: was it made before parallelize, or of another model?"
+            f" Make it of model.parameters() afterwards (parameters that shall not be trained: requires_grad_(False))."
         )
     return ref(optimizer)
 
