@@ -130,6 +130,17 @@ def test_a_run_whose_folder_is_moved_says_so_and_saves_when_it_is_back(train, tr
     assert result.status == 0 and CheckpointFolder(run / "checkpoints").latest() == run / "checkpoints/step-00000008"
 
 
+def test_figures_that_find_their_folder_moved_say_so(train, trained, tmp_path):
+    """TensorBoard opens its file by name."""
+    run, moved = tmp_path / "runs/run", tmp_path / "moved"
+    changes = {"run": str(run), "checkpoint.every": 1, "steps": 8, "logging.tensorboard": "on"}
+    result = trained(changes, {3: lambda: run.rename(moved)})
+    assert result.status == 1 and f"{run} was moved or removed" in str(result.error)
+    assert "move it back, or put a link to it there" in str(result.error) and "Make room" not in str(result.error)
+    moved.rename(run)
+    assert train(1, {}, folder=run)[0].status == 0
+
+
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_a_job_whose_bucket_another_one_took_over_ends(trained, tmp_path, kind):
     """Both of one name, each on a machine of its own; what the first has saved is there for the second."""

@@ -93,7 +93,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "observation": (20, 4471, 55),
     "planning": (34, 8588, 42),
     "simulation": (13, 4500, 27),
-    "training": (41, 10966, 46),
+    "training": (41, 10970, 46),
     "verification": (15, 3724, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.

@@ -497,9 +497,13 @@ class Teller:
     def raise_trouble(self) -> None:
         """Raise MeshwrightError where figures could not be written."""
         if self.trouble is not None:
+            run = self.folder.path
+            repair = (
+                "Make room" if run.is_dir() else f"{run} was moved or removed: move it back, or put a link to it there"
+            )
             raise MeshwrightError(
-                f"cannot write {self.folder.path / 'metrics.jsonl'}: {self.trouble}. Make room, then continue with:"
-                f" {command('train', self.folder.path)}"
+                f"cannot write {run / 'metrics.jsonl'}: {self.trouble}. {repair}, then continue with:"
+                f" {command('train', run)}"
             )
 
     def close(
