@@ -107,13 +107,15 @@ class LocalStore:
         finally:
             os.close(descriptor)
 
-    def write(self, name: str, parts: Iterable[Buffer]) -> None:
-        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole.
-
-        The folder above the root has to be there: where a run's was moved, none takes its place.
-        """
+    def _in_folder(self, name: str) -> Path:
+        """Return a file's path once its folder is there; a run's folder that was moved is not made again."""
         path = self.root / name
-        path.parent.mkdir(parents=self.root.parent.is_dir(), exist_ok=True)
+        path.parent.mkdir(parents="/" not in name or self.root.parent.is_dir(), exist_ok=True)
+        return path
+
+    def write(self, name: str, parts: Iterable[Buffer]) -> None:
+        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole."""
+        path = self._in_folder(name)
         with open(path, "wb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part)
@@ -124,8 +126,7 @@ class LocalStore:
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Write a small file that is whole on disk before it has its name."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self._in_folder(name)
         unnamed = path.with_name(f"{path.name}.new-{os.getpid()}")
         with open(unnamed, "wb") as file:
             file.write(content)
