@@ -568,7 +568,9 @@ def disk_job(folder: str) -> tuple[list[str], list[str]]:
 def test_a_disk_that_fails_at_any_change_leaves_the_older_checkpoint(spmd, tmp_path):
     ((failed, done),) = spmd(1, disk_job, str(tmp_path))
     blocks = done.count("write") - 2
-    wanted = ["mkdir", *["write"] * (1 + blocks), "fsync", "fsync", "mkdir", "write", "fsync", "replace", "fsync"]
+    folders = ["mkdir", "mkdir"]  # that of all checkpoints, and this one's
+    pieces = ["write"] * (1 + blocks)
+    wanted = [*folders, *pieces, "fsync", "fsync", "mkdir", "write", "fsync", "replace", "fsync"]
     assert done == wanted, "the pieces are on disk before the manifest, and it before it has its name"
     assert failed == [change for change in done if change != "mkdir"], "each of them failed once"
 
