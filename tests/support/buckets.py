@@ -19,7 +19,7 @@ def environment_of(address: str) -> dict[str, str]:
 def bucket() -> Iterator[dict[str, str]]:
     """Set the environment of a server that has s3://bucket, and yield it; skip where s3fs or moto are absent."""
     pytest.importorskip("s3fs", reason="extra remote: s3fs")
-    moto = pytest.importorskip("moto.server", reason="moto[server]: a stand-in for S3")
+    moto = pytest.importorskip("moto.server", reason="moto: a stand-in for S3")
     server = moto.ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
