@@ -20,7 +20,7 @@ from support.odd import moments, odd, train, weights
 from meshwright import load
 from meshwright.checkpoint import background, host_memory, hosts
 from meshwright.checkpoint.background import Saver
-from meshwright.checkpoint.host_memory import HostMemory, received, served
+from meshwright.checkpoint.host_memory import HostMemory, receive_into, received, served
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.manifest import NAME
 from meshwright.core.errors import ConfigError
@@ -181,7 +181,10 @@ def test_who_does_not_know_the_token_gets_nothing_and_no_name_leaves_the_folder(
     (inner / "a").write_bytes(b"0123456789")
     (tmp_path / "b").write_bytes(b"secret")
     with served(inner, "token") as place:
-        assert b"".join(received(place, "token", "a", 2, 3)) == b"234"
+        receive_into(part := bytearray(3), place, "token", "a", 2)
+        assert part == b"234"
+        with pytest.raises(OSError, match="did not send a whole"):
+            receive_into(bytearray(3), place, "token", "a", 8)
         assert b"".join(received(place, "token", "a")) == b"0123456789"
         for token, name in (("other", "a"), ("token", "../b"), ("token", "c"), ("", "a")):
             with pytest.raises(OSError, match="did not send"):

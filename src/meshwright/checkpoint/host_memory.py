@@ -26,14 +26,14 @@ from meshwright.core.files import inside, replace_text
 
 from .folder import CheckpointFolder, step_folders
 from .manifest import Manifest, locate
-from .store import LocalStore
+from .store import Buffer, LocalStore
 
 TOKEN = "memory_id"
 """File of a run's folder with the name of its folder in memory: a run that begins anew finds nothing of an old one."""
 OWNER = "run"
 """File of the folder in memory with the path of the run's folder."""
 CHUNK = 1 << 22
-"""Bytes that are received at a time."""
+"""Bytes of a file that are held at a time."""
 TIMEOUT_SEC = 60.0
 """Time without a byte after which another host counts as gone."""
 
@@ -90,20 +90,40 @@ def reachable_address() -> str:
     return "127.0.0.1"
 
 
-def received(place: Place, token: str, name: str, begin: int = 0, size: int = -1) -> Iterator[bytes]:
-    """Yield a range of a file that another host sends, piece by piece.
+@contextmanager
+def _asked(place: Place, token: str, name: str, begin: int, size: int) -> Iterator[tuple[socket.socket, int]]:
+    """Ask another host for a range of a file; yield the line on which it comes, and its bytes (-1: nothing comes)."""
+    with socket.create_connection(place, TIMEOUT_SEC) as line:
+        line.sendall(json.dumps({"token": token, "name": name, "begin": begin, "size": size}).encode() + b"\n")
+        yield line, int.from_bytes(head, "little") if _filled(line, head := bytearray(8)) else -1
+
+
+def _filled(line: socket.socket, buffer: Buffer) -> bool:
+    view = memoryview(buffer)
+    while len(view) and (got := line.recv_into(view)):
+        view = view[got:]
+    return not len(view)
+
+
+def received(place: Place, token: str, name: str) -> Iterator[Buffer]:
+    """Yield a file that another host sends, piece by piece.
 
     Raises:
         OSError: it is not there, or the line breaks.
     """
-    with socket.create_connection(place, TIMEOUT_SEC) as line, line.makefile("rb", CHUNK) as answer:
-        line.sendall(json.dumps({"token": token, "name": name, "begin": begin, "size": size}).encode() + b"\n")
-        left = int.from_bytes(head, "little") if len(head := answer.read(8)) == 8 else -1
-        while left > 0 and (part := answer.read(min(left, CHUNK))):
+    with _asked(place, token, name, 0, -1) as (line, left):
+        while left > 0 and _filled(line, part := bytearray(min(left, CHUNK))):
             left -= len(part)
             yield part
     if left:
         raise OSError(f"{place[0]} did not send {name} whole")
+
+
+def receive_into(buffer: Buffer, place: Place, token: str, name: str, begin: int) -> None:
+    """Fill a buffer with a range of a file that another host sends. Raises OSError, as ``received`` does."""
+    with _asked(place, token, name, begin, len(buffer)) as (line, size):
+        if size != len(buffer) or not _filled(line, buffer):
+            raise OSError(f"{place[0]} did not send {name} whole")
 
 
 @dataclass(frozen=True)

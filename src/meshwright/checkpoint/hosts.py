@@ -20,10 +20,10 @@ from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 
 from .folder import CheckpointFolder, step_of
-from .host_memory import Contents, HostMemory, Place, name_of, received, served
+from .host_memory import Contents, HostMemory, Place, name_of, receive_into, served
 from .loading import load_newest
 from .manifest import NAME, DamagedCheckpoint
-from .store import LocalStore, Location
+from .store import Buffer, LocalStore, Location
 
 Result = TypeVar("Result")
 
@@ -70,13 +70,19 @@ class HostsFiles(AbstractFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """Return a range of a file, from the first host that sends it."""
-        name, begin, problem = path.strip("/"), start or 0, None
-        size = -1 if end is None else end - begin
+        begin, size = start or 0, self.size(path)
+        self.fill_from(path, begin, buffer := bytearray((size if end is None else min(end, size)) - begin))
+        return bytes(buffer)
+
+    def fill_from(self, path: str, begin: int, buffer: Buffer) -> None:
+        """Fill a buffer with a file's bytes from a place on, from the first host that sends them."""
+        name, problem = path.strip("/"), None
         for place in self._found(path)[1]:
             try:
-                if place == _gathered.own:
-                    return LocalStore(_gathered.here).read(name, begin, size)
-                return b"".join(received(place, _gathered.token, name, begin, size))
+                if place != _gathered.own:
+                    return receive_into(buffer, place, _gathered.token, name, begin)
+                with LocalStore(_gathered.here).opened(name) as read_into:
+                    return read_into(begin, buffer)
             except OSError as error:
                 problem = error
         raise OSError(f"no host sends {name}: {problem}")

@@ -242,9 +242,15 @@ class RemoteStore:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadInto]:
-        """Yield a function that fills a buffer with a range of an object; threads may share it."""
+        """Yield a function that fills a buffer with a range of an object; threads may share it.
+
+        A file system that has ``fill_from(path, begin, buffer)`` spares the copies.
+        """
+        is_filling = hasattr(self._at[0], "fill_from")
 
         def read_into(begin: int, buffer: Buffer) -> None:
+            if is_filling:
+                return self._try(name, lambda files, path: files.fill_from(path, begin, buffer))
             view = memoryview(buffer)
             found = self.read(name, begin, len(view))
             if len(found) != len(view):
