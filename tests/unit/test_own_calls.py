@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.record_table import TOOLS, answers_of, ended, own, own_pair, published
-from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, WAYS, save_way
+from support.tokenizers_made import BEGUN, CHATML, ENDLESS, INSIDE, MARKED, WAYS, save_way
 
 from meshwright.core.errors import ConfigError
 from meshwright.data.cache import open_corpus, prepare
@@ -174,6 +174,17 @@ def test_answers_without_an_end_are_counted_and_one_key_ends_them(tmp_path):
     assert [i for i in found if i != end] == plain and notes == [behind]
     runs = np.flatnonzero(np.diff(np.array([*learnt, False]).astype(int)) < 0)
     assert [found[i] for i in runs] == [end, end] and found.count(end) == 2
+
+
+def test_an_end_behind_a_mark_is_learnt_by_the_same_key_and_not_written_twice(tmp_path):
+    folder = save_way("marks inside tokens", tmp_path / "tokenizer")
+    (tmp_path / "t.jinja").write_text(MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"))
+    options = {"template": str(tmp_path / "t.jinja")}
+    (plain,), (before,), notes = documents(tmp_path, folder, [{"messages": TALK}], **options)
+    assert "as its marks have it" in notes[0] and "learns the one that it writes behind 2, unmarked" in notes[0]
+    (found,), (learnt,), _ = documents(tmp_path, folder, [{"messages": TALK}], end_of_answer=True, **options)
+    end = own(folder).convert_tokens_to_ids("<|im_end|>")
+    assert found == plain and [found[i] for i in range(len(found)) if learnt[i] and not before[i]] == [end, end]
 
 
 def test_documents_of_one_row_begin_and_end_as_the_own_call_has_it(way, tmp_path):

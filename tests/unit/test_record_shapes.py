@@ -11,7 +11,7 @@ from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.data import load_tokenizer
 from meshwright.data.cache import open_corpus, prepare
-from meshwright.data.formats import BadRow
+from meshwright.data.formats import BadRow, first_record
 from meshwright.data.options import SourceOptions
 from meshwright.data.packing import IGNORE_INDEX
 from meshwright.data.tasks import choose_task
@@ -63,7 +63,7 @@ def read(tmp_path, record, template=TEMPLATE, **options):
     talks = "output" in record and {"system", "history"} & {*record} - {*options.get("ignore", ())}
     lists = [value for value in record.values() if isinstance(value, list)] if talks or "output" not in record else []
     lists = [] if template is NONE else [*lists, *(talks or ())]
-    if lists or isinstance(record.get("chosen"), dict) or "messages" in record:
+    if lists or isinstance(record.get("chosen"), dict) or "messages" in record or "[{" in record.get("chosen", ""):
         options["template"] = str(tmp_path / "t.jinja")
     task = choose_task(SourceOptions(**options), ByteTokenizer(), record)
     examples = task.examples_in(record, "row 1", tmp_path)
@@ -167,6 +167,55 @@ READ = {
         "<assistant>4;<user>3+3?;<assistant>[[6;]]",
         "<assistant>4;<user>3+3?;<assistant>[[7;]]",
     ),
+    "a whole conversation beside two answers of text": (
+        {"messages": [ASK, FOUR], "chosen": "4", "rejected": "5"},
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<user>2+2?;<assistant>[[5;]]",
+    ),
+    "a ShareGPT of the worse answer": (
+        {
+            "conversations": [said("human", "2+2?"), said("gpt", "5")],
+            "chosen": said("gpt", "4"),
+            "rejected": said("gpt", "5"),
+        },
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<user>2+2?;<assistant>[[5;]]",
+    ),
+    "a prompt that ends with an answer": (
+        {"prompt": [ASK, FOUR], "chosen": [FOUR], "rejected": [FIVE]},
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<user>2+2?;<assistant>[[5;]]",
+    ),
+    "answers that are JSON, by a template": (
+        {"prompt": [ASK], "chosen": '{"sum": 4}', "rejected": "[4]"},
+        "preference",
+        '<assistant>[[{"sum": 4};]]',
+        "<assistant>[[[4];]]",
+    ),
+    "pairs of messages as JSON": (
+        {"chosen": json.dumps([ASK, FOUR]), "rejected": json.dumps([ASK, FIVE])},
+        "preference",
+        "<user>2+2?;<assistant>[[4;]]",
+        "<assistant>[[5;]]",
+    ),
+    "a completion that is a list, by a template": (
+        {"prompt": [turn("user", "Sort 2, 1")], "completion": "[1, 2]"},
+        "completion",
+        "<user>Sort 2, 1;<assistant>[[[1, 2];]]",
+    ),
+    "a completion that repeats its prompt": (
+        {"prompt": [ASK], "completion": [ASK, FOUR]},
+        "completion",
+        "<user>2+2?;<assistant>[[4;]]",
+    ),
+    "ShareGPT, calls": (
+        {"conversations": [said("human", "2+2?"), said("gpt", "Wait", tool_calls=CALL["tool_calls"])]},
+        "chat",
+        "<assistant>[[Wait(add);]]",
+    ),
     "preference with system": (
         {"system": "S", "prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
         "preference",
@@ -210,6 +259,41 @@ REFUSED = {
         {"system": "S", "prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
         {"template": PLAIN.replace("messages %}", "messages if m['role'] != 'system' %}")},
         "turn 1: the chat template does not write the system's 'S'",
+    ),
+    "a tool that the template drops": (
+        {"messages": [ASK, CALL, turn("tool", "4!"), FOUR]},
+        {"template": TEMPLATE.replace("messages %}", "messages if m['role'] != 'tool' %}")},
+        "turn 3: the chat template does not write the tool's '4!'",
+    ),
+    "a call of a function": (
+        {"messages": [ASK, {**FOUR, "function_call": {"name": "add"}}]},
+        {},
+        "turn 2: the turn has function_call, and the chat template writes none.*take the key out",
+    ),
+    "reasoning that the template drops": (
+        {"messages": [ASK, {**FOUR, "reasoning_content": "2 and 2"}]},
+        {},
+        "turn 2: the turn has reasoning_content",
+    ),
+    "another answer behind the prompt": (
+        {"messages": [ASK, SIX], "chosen": "4", "rejected": "5"},
+        {},
+        r"'messages' ends with an answer that is neither 'chosen' nor 'rejected'.*data.ignore = \['messages'\]",
+    ),
+    "an empty side of text": (
+        {"prompt": "2+2=", "chosen": "4", "rejected": " "},
+        {},
+        "'rejected' is empty, so an immediate end",
+    ),
+    "an empty side of messages": (
+        {"prompt": [ASK], "chosen": [turn("assistant", "")], "rejected": [FIVE]},
+        {},
+        "'chosen' is empty, so an immediate end",
+    ),
+    "broken messages": (
+        {"prompt": [ASK], "completion": '[{"role": "assistant", "cont'},
+        {},
+        "must be a list of messages",
     ),
     "marks of no answer in a pair": (
         {"prompt": [ASK], "chosen": [FOUR], "rejected": [FIVE]},
@@ -256,6 +340,32 @@ def test_what_cannot_be_read_is_named(name, tmp_path):
     record, options, words = REFUSED[name]
     with pytest.raises(ConfigError, match=words):
         read(tmp_path, record, **options)
+
+
+def test_what_a_tool_returned_may_be_written_as_text_of_json(tmp_path):
+    template = TEMPLATE.replace(
+        "m['content'] or ''", "m['content'] | tojson if m['role'] == 'tool' else m['content'] or ''"
+    )
+    record = {"messages": [ASK, CALL, turn("tool", 'é "4"'), FOUR]}
+    assert read(tmp_path, record, template=template)[1].count('<tool>"é \\"4\\"";') == 1
+
+
+def test_a_null_in_the_first_record_decides_no_task(tmp_path):
+    rows = [{"messages": None}, {"messages": [ASK, FOUR]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    options = {"template": str(tmp_path / "t.jinja"), "on_bad_row": "skip"}
+    prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),), **options), ByteTokenizer(), 0.0, tmp_path / "cache")
+    assert prepared.meta.training.n_documents == 1
+    assert first_record([tmp_path / "a.jsonl"], "jsonl") == rows[1]
+
+
+def test_answers_that_begin_with_their_prompt_are_counted(tmp_path):
+    rows = [{"prompt": "2+2= ", "completion": "2+2= 4"}, {"prompt": "3+3= ", "completion": "6"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),)), ByteTokenizer(), 0.0, tmp_path / "cache")
+    (note,) = prepared.meta.notes
+    assert note.startswith("answers that begin with their whole prompt") and "once more: 1; where" in note
 
 
 def test_a_column_is_left_out_on_purpose(tmp_path):

@@ -130,7 +130,7 @@ class Encoder:
         special = {tokenizer.end_of_document, *getattr(tokenizer, "special_ids", ())} - {self._unknown}
         self._special = np.array(sorted(special), dtype=np.int64)
         self._spelt: Counter[int] = Counter()
-        self._lost = self._begun = self._answers = self._endless = 0
+        self._lost = self._begun = self._answers = self._endless = self._unmarked = 0
 
     def encode(self, examples: Examples) -> Iterator[Encoded]:
         """Tokenise examples, and mark the tokens that are learnt."""
@@ -172,9 +172,13 @@ class Encoder:
         edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))
         runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
         endless = [end for begin, end in runs if self._last(ids[begin:end]) not in self._special]
+        unmarked = [end for end in endless if end < len(ids) and int(ids[end]) in self._ends_of_turn]
         self._answers += len(runs)
         self._endless += len(endless)
+        self._unmarked += len(unmarked)
         if self.ends_answers and endless:
+            learnt[unmarked] = True
+            endless = [end for end in endless if end not in unmarked]
             moved = [[i + int(np.searchsorted(endless, i, "right")) for i in edges] for *edges, _ in images]
             images = [(b, e, file) for (b, e), (_, _, file) in zip(moved, images, strict=True)]
             ids, learnt = np.insert(ids, endless, self._end), np.insert(learnt, endless, True)
@@ -195,6 +199,10 @@ class Encoder:
         except ConfigError:  # no template
             of_turn = set()
         return {self.tokenizer.end_of_document, *of_turn}
+
+    @cached_property
+    def _ends_of_turn(self) -> set[int]:
+        return ends_of_turn(self.task.turns.template, self.tokenizer) if self.task.turns else self.ends
 
     def notes(self) -> list[str]:
         """Return a sentence for each difference between the texts so far and their tokens, with its count."""
@@ -217,10 +225,14 @@ class Encoder:
                 f" put before them once more: they have it once"
             )
         if self._endless and not self.ends_answers:
+            others = "the others" if self._unmarked else "each"
+            does = [f"learns the one that it writes behind {self._unmarked:,}, unmarked"] * bool(self._unmarked)
+            if self._endless > self._unmarked:
+                does.append(f"puts {self._name(self.tokenizer.end_of_document)} behind {others}")
+            marks = ", as its marks have it," if self._unmarked else ","
             notes.append(
                 f"{self._endless:,} of {self._answers:,} answers have no special token at their end, by the chat"
-                f" template, so no end is learnt of them: data.end_of_answer = true puts"
-                f" {self._name(self.tokenizer.end_of_document)} behind each"
+                f" template{marks} so no end is learnt of them: data.end_of_answer = true {', and '.join(does)}"
             )
         return notes
 
@@ -324,6 +336,8 @@ class TokenisingRecipe:
         """Tokens above which a refusal names a document as too long; 0: it names none."""
         self.nulls = 0
         """Nulls in arguments of calls of tools, which Arrow cannot tell from keys that a record has not."""
+        self.repeated = 0
+        """Answers of text that begin with their whole prompt."""
         if self.task.is_whole and not isinstance(tokenizer, AligningTokenizer):
             raise ConfigError(
                 f"the task '{self.task.name}' must know which text each id stands for, and {tokenizer!r} has no"
@@ -430,6 +444,10 @@ class TokenisingRecipe:
             f"{sum(unread):,} turn{'s' * (sum(unread) > 1)} at the end of {len(unread):,} conversation"
             f"{'s' * (len(unread) > 1)}, behind the last answer that is learnt, left out: nothing is learnt from them"
         )
+        again = (
+            f"answers that begin with their whole prompt, which is learnt there once more: {self.repeated:,}; where the"
+            f" data repeat it, cut it off the answers"
+        )
         absent = [name for name in self.task.ignore if name not in self.ignored]
         nowhere = f"data.ignore names {absent}, which no record has"
         return [
@@ -438,6 +456,7 @@ class TokenisingRecipe:
             *([own] if written else []),
             *([nulls] if self.nulls else []),
             *([behind] if unread else []),
+            *([again] if self.repeated else []),
         ]
 
     def encoder(self) -> Encoder:
@@ -511,6 +530,8 @@ class TokenisingRecipe:
         self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
         for example in examples:
+            (prompt, _), *answers = example
+            self.repeated += self.task.ends and any(text.startswith(prompt.strip()) for text, _ in answers)
             for text, _ in example:
                 try:
                     text.encode("utf-8")

@@ -98,9 +98,9 @@ class RecordFormat:
 def column(record: Record, name: str, where: str) -> Any:
     """Return the value of a column. If it has none, raises BadRow, which lists the columns with a value."""
     if record.get(name) is None:
-        held = ", ".join(repr(key) for key, value in record.items() if value is not None) or "none"
-        lack = "is empty" if name in record else "is missing"
-        raise BadRow(f"{where}: the column '{name}' {lack}.{nearest(name, record)} Columns with a value: {held}")
+        held = [key for key, value in record.items() if value is not None]
+        lack, listed = "is empty" if name in record else "is missing", ", ".join(map(repr, held)) or "none"
+        raise BadRow(f"{where}: the column '{name}' {lack}.{nearest(name, held)} Columns with a value: {listed}")
     return record[name]
 
 
@@ -475,14 +475,30 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def first_record(paths: Sequence[Path], format: str) -> Record:
-    """Return the first usable row of several files. Raises ConfigError if there is none."""
+    """Return the first usable row of several files; a column that is null there, as the next rows have it.
+
+    Raises:
+        ConfigError: there is none.
+    """
     problem: BadRow | None = None
-    for path in paths:
-        for _, record in RECORD_FORMATS[format].records(path):
-            if not isinstance(record, BadRow):
-                return record
+    found: Record | None = None
+    rows = (record for path in paths for _, record in RECORD_FORMATS[format].records(path))
+    for number, record in enumerate(rows):
+        if isinstance(record, BadRow):
             problem = problem or record
-    raise problem or ConfigError(f"data.source: {', '.join(map(str, paths[:3]))} holds no records")
+        elif found is None:
+            found = dict(record)
+        else:
+            found |= {name: record.get(name) for name, value in found.items() if value is None}
+        if found is not None and (number >= _SAMPLED or all(value is not None for value in found.values())):
+            break
+    if found is None:
+        raise problem or ConfigError(f"data.source: {', '.join(map(str, paths[:3]))} holds no records")
+    return found
+
+
+_SAMPLED = 1000
+"""Rows that are looked at for the values of columns that are null in the first."""
 
 
 def digest_of_bytes(data: bytes) -> str:

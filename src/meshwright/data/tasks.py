@@ -21,9 +21,11 @@ from .turns import (
     Example,
     Message,
     Turns,
+    are_messages,
     check_context,
     checked,
     history_of,
+    is_empty,
     load_template,
     messages_of,
     pieces_of,
@@ -43,7 +45,7 @@ ASKED = ("prompt", "messages", "conversations")
 
 def holds_messages(sample: Record) -> bool:
     """Return whether the answers of a record, or what they answer, are messages, and not text."""
-    return not isinstance(sample.get(SIDES[0]), str) or any(isinstance(sample.get(name), list) for name in ASKED)
+    return not isinstance(sample.get(SIDES[0]), str) or any(are_messages(sample.get(n)) for n in (SIDES[0], *ASKED))
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Preferences:
         """
         pairs: list[Example]
         if self.template is not None:
-            given = [_side(record, side, "assistant", where, ("[", "{")) for side in SIDES]
+            given = [_side(record, side, "assistant", where) for side in SIDES]
             shared = _common(*given)
             asked = with_system(_prompt(record, given, shared, where) + shared, record, where)
             others = tools_of(record, self.template, where)
@@ -84,18 +86,21 @@ class Preferences:
                 self._written(asked, messages[len(shared) :], f"{where}: '{side}'", others)
                 for side, messages in zip(SIDES, given, strict=True)
             ]
-        elif record.get("prompt") is not None:
-            sides, prompt = [text_of(record, side, where) for side in SIDES], text_of(record, "prompt", where)
-            pairs = [((prompt, False), (side, True)) for side in sides]
         else:
-            sides = [text_of(record, side, where) for side in SIDES]
-            shared = _common(*sides)
-            prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
-            if not prompt.strip():
-                raise BadRow(
-                    f"{where}: there is no column 'prompt', and the two sides do not begin with the same words"
-                )
-            pairs = [((prompt, False), (side[len(prompt) :], True)) for side in sides]
+            answers = [text_of(record, side, where) for side in SIDES]
+            if record.get("prompt") is not None:
+                prompt = text_of(record, "prompt", where)
+            else:
+                shared = _common(*answers)
+                prompt = shared[: max(shared.rfind(space) for space in " \n") + 1]
+                answers = [side[len(prompt) :] for side in answers]
+                if not prompt.strip():
+                    raise BadRow(
+                        f"{where}: there is no column 'prompt', and the two sides do not begin with the same words"
+                    )
+            if empty := [side for side, answer in zip(SIDES, answers, strict=True) if not answer.strip()]:
+                raise BadRow(f"{where}: '{empty[0]}' is empty, so an immediate end would be learnt")
+            pairs = [((prompt, False), (answer, True)) for answer in answers]
         if pairs[0] == pairs[1]:
             raise BadRow(f"{where}: '{SIDES[0]}' and '{SIDES[1]}' are the same, so there is nothing to prefer")
         return pairs
@@ -108,6 +113,8 @@ class Preferences:
                 f"{where} must add one answer (a turn of the role 'assistant') to what both sides share, and adds"
                 f" {roles}"
             )
+        if is_empty(answer[0]):
+            raise BadRow(f"{where} is empty, so an immediate end would be learnt")
         if not asked:
             raise BadRow(f"{where} answers nothing: the column 'prompt' is empty, and the two sides share no turn")
         asked, answer = checked(asked, self.template, where), checked(answer, self.template, where)
@@ -137,20 +144,25 @@ def _common(one: Any, other: Any) -> Any:
 def _prompt(record: Record, given: list[list[Message]], shared: list[Message], where: str) -> list[Message]:
     """Return the messages, of the columns of prompts, that come before those that both sides share.
 
-    Many data sets repeat the prompt there, as text or as messages, at the beginning of both sides; some have a whole
-    side again as a conversation.
+    Many data sets repeat the prompt there, as text or as messages, at the beginning of both sides; some have a side
+    again behind it.
     """
     found: list[Message] = []
     for name in ASKED:
         if (value := record.get(name)) is None or value in ([], ""):
             continue
-        is_text = isinstance(value, str) and value.lstrip()[:1] != "["
-        before = [{"role": "user", "content": value}] if is_text else messages_of(value, name, where)
-        texts = _texts(before)
+        is_text = isinstance(value, str) and not are_messages(value)
+        before = _side(record, name, "user", where)
+        answer = next((side for side in given if _texts(before[-len(side) :]) == _texts(side)), [])
+        texts = _texts(before := before[: len(before) - len(answer)])
         if texts in (_texts(shared[: len(before)]), _texts(found)) or (is_text and texts[0] in _texts(shared)):
             continue
-        if name != ASKED[0] and any(_texts(found + side) == texts or _texts(side) == texts for side in given):
-            continue
+        if before[-1]["role"] == "assistant":
+            raise BadRow(
+                f"{where}: '{name}' ends with an answer that is neither '{SIDES[0]}' nor '{SIDES[1]}', and both would"
+                f" be learnt behind it: leave it out",
+                (name,),
+            )
         if shared or found:
             raise BadRow(
                 f"{where}: '{name}' has other messages than {'the two sides begin with' if shared else ASKED[0]}:"
@@ -275,7 +287,7 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
     folder = getattr(tokenizer, "folder", None)
     own_template = template_of(folder) if folder else None
     sides = sides_of(sample)
-    are_turns = options.template or any(isinstance(sample.get(side), list) for side in sides)
+    are_turns = options.template or any(are_messages(sample.get(side)) for side in sides)
     if name == "chat" or (name == "completion" and are_turns):
         return _chat(name, key, sides, Turns(load_template(options.template, folder), options.learn))
     if name == "alpaca" and (options.template or (own_template and any(other in sample for other in _TALKED))):
@@ -329,6 +341,8 @@ def _chat(name: str, key: str, sides: tuple[str, ...], turns: Turns) -> Task:
         prompt, completion = (
             _side(record, side, role, where) for side, role in zip(sides, ("user", "assistant"), strict=True)
         )
+        if _texts(completion[: len(prompt)]) == _texts(prompt):  # some data sets repeat it there
+            completion = completion[len(prompt) :]
         prompt = with_system(prompt, record, where)
         return turns.examples(prompt + completion, others, where, first=len(prompt))
 
@@ -438,9 +452,9 @@ _TALKED = ("system", "history")
 """Columns by which Alpaca records are conversations, which the chat template writes, as in LLaMA-Factory."""
 
 
-def _side(record: Record, name: str, role: str, where: str, signs: tuple[str, ...] = ("[",)) -> list[Message]:
-    """Return the messages in a column: one of a role for text that does not begin with a sign of JSON."""
+def _side(record: Record, name: str, role: str, where: str) -> list[Message]:
+    """Return the messages in a column: one of a role for text."""
     value = column(record, name, where)
-    if isinstance(value, str) and not value.lstrip().startswith(signs):
+    if isinstance(value, str) and not are_messages(value):
         return [{"role": role, "content": value}]
     return messages_of([value] if isinstance(value, dict) else value, name, where)

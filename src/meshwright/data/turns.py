@@ -136,7 +136,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles that chat templates write; others are known if the template's text names them."""
 MARKS = ("weight", "train", "training", "loss")
 """Keys of a turn that say whether it is learnt."""
+WRITTEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a turn, besides its content, that hold what an assistant wrote."""
 _SYSTEM = ("system", "developer")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 
 
 def messages_of(value: Any, name: str, where: str) -> list[Message]:
@@ -232,9 +235,10 @@ def checked(messages: list[Message], template: ChatTemplate, where: str, *, part
                 f"{here}: the role {role!r} is none of {', '.join(ROLES)}, and the chat template does not name it."
                 f"{nearest(str(role), ROLES)}"
             )
-        if message.get("tool_calls") and "tool_calls" not in template.text:
+        if unwritten := [key for key in WRITTEN if message.get(key) and key not in template.text]:
             raise BadRow(
-                f"{here}: the turn has tool_calls, and the chat template writes none: use a template that does"
+                f"{here}: the turn has {unwritten[0]}, and the chat template writes none: use a template that does, or"
+                f" take the key out of the turn"
             )
         texts = []
         for part in content if isinstance(content, list) else ():
@@ -276,6 +280,14 @@ def _beside_content(message: Message) -> list[str]:
     return [key for key, value in message.items() if value and key not in ("role", "content", *MARKS)]
 
 
+def are_messages(value: Any) -> bool:
+    """Return whether a value is a list, or text that is JSON of messages or begins like it; "[1, 2]" is plain text."""
+    if isinstance(value, list) or (isinstance(value, str) and _MESSAGES.match(value)):
+        return True
+    found = _parsed(value) if isinstance(value, str) else None
+    return isinstance(found, list) and any(isinstance(m, dict) and {"role", "from"} & m.keys() for m in found)
+
+
 def _parsed(value: Any) -> Any:
     """Parse text that is JSON of a list or an object, which Parquet keeps as text; return anything else as it is."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
@@ -295,7 +307,8 @@ def _of_share_gpt(message: Record, where: str) -> Message:
         )
     if not isinstance(text, str):
         raise BadRow(f"{where}: its value must be text, and is {repr(text)[:60]}")
-    return {"role": SPEAKERS[speaker], "content": text, **{mark: message[mark] for mark in MARKS if mark in message}}
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**others, "role": SPEAKERS[speaker], "content": text}
 
 
 def text_of(record: Record, name: str, where: str) -> str:
@@ -455,13 +468,17 @@ def pieces_of(text: str, spans: list[tuple[int, int]]) -> Example:
 
 
 def check_context(messages: list[Message], examples: list[Example], where: str) -> None:
-    """Raise BadRow where a chat template leaves out a turn of the system or the user."""
+    """Raise BadRow where a chat template leaves out a turn of anybody but the assistant.
+
+    A template may write what a tool returned as text of JSON.
+    """
     whole = ["".join(text for text, _ in example) for example in examples]
     for turn, message in enumerate(messages, 1):
         content = message.get("content")
-        if message["role"] not in ("system", "developer", "user") or not isinstance(content, str):
+        if message["role"] == "assistant" or not isinstance(content, str):
             continue
-        if not any(content.strip() in text for text in whole):
+        forms = content.strip(), *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        if not any(form in text for form in forms for text in whole):
             raise BadRow(
                 f"{where}, turn {turn}: the chat template does not write the {message['role']}'s {content[:60]!r}, so"
                 f" the model would not read it: use a template that does, or leave the turn out"

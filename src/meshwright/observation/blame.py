@@ -30,7 +30,9 @@ from .traces import (
     Run,
     begins_alike,
     first_step,
+    is_along,
     left_to_next_turn,
+    of_rounding,
     own_part,
     part,
     places_in,
@@ -359,8 +361,8 @@ class Blame:
         makes equal then; or an update by hand reduces and scales what it was given.
         """
         rates, _ = other_rates(Passes(self.base, self.many, self.places, step), range(len(self.many.ranks)))
-        pairs = [(o.found, o.whole) for o in gradients]
-        averaged = all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
+        pairs = [(o.found, o.whole) for o in gradients if o.whole is None or len(o.whole) > 1]
+        averaged = bool(pairs) and all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
         return self._by_hand(step) or averaged or bool(rates)
 
     def _by_hand(self, step: int) -> bool:
@@ -512,6 +514,7 @@ class Blame:
             for rank, place, entry, _ in self._entries("before", 0)
             if entry is not None
         }
+        noise = of_rounding(self.base["steps"][: step + 1])
         for rank, place, entry, reference in self._entries(stage, step):
             if place.name not in used[rank]:
                 continue
@@ -521,6 +524,8 @@ class Blame:
             size = float(theirs.norm())
             off = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
             moved = float((theirs - before).norm())
+            if place.name in noise and off <= 4 * (step + 1) * moved:
+                continue
             if self.is_short and off < float("inf") and (even := self._even(rank, step, place)) is not None:
                 off, moved = float((mine - theirs)[even].norm()), float((theirs - before)[even].norm())
             floor = FLOORS * self.floors[step, stage, place.name] * size
@@ -535,7 +540,7 @@ class Blame:
                 is_idle = int((first != theirs).sum()) >= MANY * len(reference["m"]) and 4 * moved > floor
             if (
                 off > max(least * size, floor, share * moved)
-                or (along and _is_along(mine - theirs, before, theirs - before))
+                or (along and is_along(mine - theirs, before, theirs - before))
                 or is_idle
             ):
                 found.append(Off(place.name, rank, mine, theirs, off / max(size, 1e-300), place))
@@ -589,11 +594,3 @@ class Blame:
             if max(moved) > 1e-6 and right and relative(mine, theirs) > least:
                 off.append(Off(place.name, rank, mine, theirs, relative(mine, theirs), place))
         return off
-
-
-def _is_along(off: Tensor, *directions: Tensor) -> bool:
-    """Return whether a difference is a multiple of one of the directions, and so no rounding."""
-    if len(off) < 8:
-        return False
-    size = float(off.norm())
-    return any(abs(float(off @ d)) > 0.95 * size * float(d.norm()) for d in directions if float(d.norm()))

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import time
+import traceback
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -99,9 +100,9 @@ class Recorder:
 
     def new(self) -> dict[str, Any]:
         lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
+        lists += "copies", "drawn"
         maps = "gradients", "before", "after", "state", "rates", "again"
-        keys = {key: [] for key in (*lists, "copies", "drawn")} | {key: {} for key in maps}
-        return {**keys, "short": False, "unseen": False}
+        return dict.fromkeys(("short", "unseen"), False) | {key: [] for key in lists} | {key: {} for key in maps}
 
     # --- forward
 
@@ -366,8 +367,9 @@ class Recorder:
             self.now[names] = sorted({*self.now[names], *names_in(value)})[:MOST_TARGETS]
 
     def loaded(self, *args: Any, **kwargs: Any) -> None:
-        """Note that a file is read, before or after the step's optimizers."""
-        self.now["loaded"].append("after" if self.stepped or self.arrived else "before")
+        """Note that a file is read, before or after the step's optimizers; a tensor that is unpickled is none."""
+        if not any(frame.name == "_load_from_bytes" for frame in traceback.extract_stack(limit=8)):
+            self.now["loaded"].append("after" if self.stepped or self.arrived else "before")
 
     def finish_step(self) -> None:
         """Close the step whose optimizers have all stepped, and note what the next one begins with."""
@@ -400,6 +402,7 @@ class Recorder:
         tops = [top for top in outer if held[id(top)] & wanted]
         if not tops:  # the optimizer steps tensors of its own, of a model that is new
             tops = [top for top in outer if id(top) in self.roots and held[id(top)] - self.held.keys()]
+        tops.sort(key=lambda top: next((n for n, p in enumerate(stepped) if id(p) in held[id(top)]), 0))
         tops.sort(key=lambda top: (-len(held[id(top)] & wanted), -len(held[id(top)])))
         for top in tops:
             self._name(top)
@@ -510,9 +513,8 @@ class _Returned:
 
 
 def state_of(generator: torch.Generator | None) -> str:
-    """Describe a generator's state."""
-    state = (generator or torch.default_generator).get_state().numpy().tobytes()
-    return hashlib.blake2b(state, digest_size=8).hexdigest()
+    state = (generator or torch.default_generator).get_state()
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def is_here(tensor: Tensor) -> bool:
@@ -525,7 +527,7 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func calls, whose tensors have no storage."""
+    """Return whether torch.func calls, whose tensors have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
@@ -565,9 +567,8 @@ def install() -> None:
     functional = torch.nn.functional
 
     def note_target(input: Any, target: Any = None, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(target, Tensor) or not is_here(target):
-            return
-        if not (recorder.closed or in_backward() or in_transform()):
+        is_seen = isinstance(target, Tensor) and is_here(target)
+        if is_seen and not (recorder.closed or in_backward() or in_transform()):
             flat = local_of(target).detach().reshape(-1)[:MOST_TARGETS].to("cpu", torch.float64)
             call = len(recorder.now["calls"]) + bool(recorder.stack)
             recorder.now["targets"].append({"call": call, "shape": list(local_of(target).shape), "flat": flat})
@@ -584,9 +585,8 @@ def install() -> None:
     before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
     before(torch, "load", quiet(recorder.loaded))
     after(torch.autograd, "grad", quiet(recorder.gave))
-    schedule = torch.optim.lr_scheduler.LRScheduler
-    schedules = [c for c in vars(torch.optim.lr_scheduler).values() if isinstance(c, type) and issubclass(c, schedule)]
-    for kind in (nn.Module, torch.optim.Optimizer, *schedules):  # some schedules have methods of their own
+    kinds = [c for c in vars(torch.optim.lr_scheduler).values() if hasattr(c, "load_state_dict")]
+    for kind in {nn.Module, torch.optim.Optimizer, *kinds}:  # some schedules have methods of their own
         if "load_state_dict" in vars(kind):
             before(kind, "load_state_dict", quiet(recorder.loaded))
         if "state_dict" in vars(kind):

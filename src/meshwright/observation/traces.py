@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,23 @@ def relative(found: Tensor, reference: Tensor, least: float = 0.0) -> float:
     below = max(float(reference.double().norm()), least, 1e-300)
     error = float((found.double() - reference.double()).norm()) / below
     return error if error == error else float("inf")
+
+
+def is_along(off: Tensor, *directions: Tensor) -> bool:
+    """Return whether a difference is a multiple of one of the directions, and so no rounding."""
+    if len(off) < 8:
+        return False
+    size = float(off.norm())
+    return any(abs(float(off @ d)) > 0.95 * size * float(d.norm()) for d in directions if float(d.norm()))
+
+
+def of_rounding(steps: list[dict[str, Any]]) -> set[str]:
+    """Name the parameters whose gradients are no more than rounding in all steps: Adam makes whole updates of them."""
+    small = []
+    for step in steps:
+        norms = {name: entry["norm"] for name, entry in step["gradients"].items() if entry}
+        small.append({name for name, norm in norms.items() if 0 < norm <= 1e-6 * hypot(*norms.values())})
+    return set.intersection(*small)
 
 
 def vector(entry: dict[str, Any]) -> Tensor:
