@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import math
 from unittest.mock import patch
@@ -13,6 +15,7 @@ from support.own_models import KINDS, ROWS, ConvNet, TwoHeads, built, computed, 
 from support.ranks import ranks
 from support.ranks import told as said
 from support.written_out import GPT, GPTConfig
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright import ConfigError, Layout, Loss, UnsupportedError, parallelize, plan
@@ -214,6 +217,95 @@ def test_a_head_that_no_loss_uses_is_left_alone_or_refused():
     assert {how: error for how, error in found.items() if not error[0] <= EXACT} == {}
     assert list(found) == ["fsdp", "frozen"]
     assert "the loss does not use depth.weight, depth.bias (2 of the trained parameters)" in told
+
+
+class WritesIntoItsInput(ConvNet):
+    """Normalises its images in place."""
+
+    def forward(self, images):
+        images -= images.mean((1, 2, 3), keepdim=True)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("sizes", [DDP, {"dp_shard": 2}], ids=["ddp", "fsdp"])
+@ranks(2)
+def test_a_forward_that_writes_into_its_input_equals_one_process(sizes):
+    batch = KINDS["conv"].batch()
+    plain, own = built(WritesIntoItsInput), {key: value.clone() for key, value in batch.items()}
+    expected = MEAN.fn(plain(own["images"]), own)
+    expected.backward()
+    model = laid_out(WritesIntoItsInput, sizes, {}, MEAN)
+    step = model.forward_backward(share(model, batch))
+    wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters()}
+    assert worst({"loss": step.loss} | gradients(model), wanted)[0] <= EXACT
+
+
+class Turned(ConvNet):
+    """Turns its images by complex numbers: a buffer, a parameter, or a parameter of real pairs."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        turn = torch.polar(torch.ones(8), torch.arange(8.0) / 3)
+        self.register_buffer("turn", turn if kind == "buffer" else None)
+        self.pairs = nn.Parameter(torch.view_as_real(turn)) if kind == "pairs" else None
+        self.whole = nn.Parameter(turn) if kind == "parameter" else None
+
+    def forward(self, images):
+        turn = self.turn if self.turn is not None else torch.view_as_complex(self.pairs)
+        return super().forward((images * turn).imag)
+
+
+@pytest.mark.parametrize("sizes", [DDP, {"dp_shard": 2}], ids=["ddp", "fsdp"])
+@ranks(2)
+def test_complex_numbers_keep_their_imaginary_part(sizes):
+    """Buffers stay complex where a model is cast; parameters are refused, and kept as pairs equal one process."""
+    batch = KINDS["conv"].batch()
+    told = said(lambda: laid_out(functools.partial(Turned, "parameter"), sizes, {}, MEAN))
+    assert "parameter 'whole' is complex64" in told and "torch.view_as_complex(self.weight)" in told
+    for kind in ("buffer", "pairs"):
+        torch.manual_seed(0)
+        single = Turned(kind).float()
+        plain = copy.deepcopy(single).double()
+        expected = MEAN.fn(plain(batch["images"]), batch)
+        expected.backward()
+        model = parallelize(single, Layout(**sizes), techniques=FP64, loss_fn=MEAN, audit=False)
+        step = model.forward_backward(share(model, batch))
+        wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters()}
+        assert worst({"loss": step.loss} | gradients(model), wanted)[0] <= EXACT, kind
+
+
+class CutInViews(ConvNet):
+    """Reshapes by -1, which no tensor without elements allows."""
+
+    def forward(self, images):
+        return super().forward(images.view(len(images), images.shape[1], -1, images.shape[3]))
+
+
+@ranks(2)
+def test_a_rank_without_rows_is_refused_in_words_where_the_model_takes_none():
+    batch, told = KINDS["conv"].batch(), {}
+    for make in (KINDS["conv"].make, CutInViews):
+        model = laid_out(make, DDP, {}, MEAN)
+        model.forward_backward(share(model, batch))
+        rank = data_position(model.mesh)[0]
+        leaves = patch.object(model._runner, "forward_backward", side_effect=ConfigError("it would wait for the other"))
+        with leaves if make is CutInViews and rank == 0 else contextlib.nullcontext():
+            few = {key: value[:1] if rank == 0 else value[:0] for key, value in batch.items()}
+            told[make] = said(lambda model=model, few=few: model.forward_backward(few))
+    assert not isinstance(told[KINDS["conv"].make], str)
+    assert rank == 0 or "this rank has none of the step's rows" in told[CutInViews]
+    assert rank == 0 or "a row for each data rank at least" in told[CutInViews]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, DDP], ids=["fsdp", "ddp"])
+@ranks(2)
+def test_steps_go_on_after_an_evaluation_in_inference_mode(sizes):
+    batch = KINDS["conv"].batch()
+    model = laid_out(KINDS["conv"].make, sizes, {}, MEAN)
+    with torch.inference_mode():
+        model.evaluate(share(model, batch))
+    step = model.forward_backward(share(model, batch))
+    assert worst({"loss": step.loss} | gradients(model), computed(KINDS["conv"]))[0] <= EXACT
 
 
 # --- beside other axes

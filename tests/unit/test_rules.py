@@ -65,6 +65,10 @@ def scalar() -> nn.Module:
     return Model(Block(), scale=nn.Parameter(torch.ones(())))
 
 
+def turning() -> nn.Module:
+    return Model(Block(), turns=nn.Parameter(torch.ones(4, dtype=torch.complex64)))
+
+
 def mixed_block() -> nn.Module:
     mixed = Block()
     mixed.norm.bias.data = mixed.norm.bias.data.bfloat16()
@@ -311,6 +315,8 @@ CASES = [
         " > 1 with", "fully_shard; here layout.dp_replicate = 1, fully_shard. Use true or false."),
     refuse("postponed_all_reduce", DEBUG, DDP2, {"sync_grad_accum": "shard"}, ConfigError,
         "here layout.dp_replicate = 2, ddp. Use true or false."),
+    refuse("real_parameters", turning, DDP2, {}, UnsupportedError,
+        "parameter 'turns' is complex64 (1 such): weights are cast, reduced and stepped as real numbers."),
     refuse("shardable_parameters", scalar, FSDP2, {}, UnsupportedError,
         "parameter 'scale' has no dims and cannot be sharded; give it the shape (1,)"),
     refuse(

@@ -227,7 +227,7 @@ def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
     for part in parts:
         part.module.eval()
     try:
-        with torch.no_grad(), averaged(models):
+        with torch.inference_mode(False), torch.no_grad(), averaged(models):  # what FSDP gathers is trained with later
             yield
     finally:
         for module, training in modes:

@@ -137,13 +137,19 @@ def _weights(model: nn.Module, plan: Plan, site: Site) -> nn.Module:
     return model
 
 
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast what is real: ``Module.to`` would take the real part of complex weights, such as rotary angles."""
+    apply_to_tensors(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return model
+
+
 ORDER: tuple[Technique, ...] = (
     Technique(
         "master_dtype",
         lambda plan, site: (
             not plan.precision.is_kept and any(p.dtype != plan.precision.master for p in site.facts.parameters)
         ),
-        lambda model, plan, site: model.to(torch_dtype(plan.precision.master)),
+        lambda model, plan, site: _cast(model, torch_dtype(plan.precision.master)),
     ),
     Technique("freeze", lambda plan, site: bool(plan.frozen), lambda model, plan, site: freeze(model, plan)),
     Technique(

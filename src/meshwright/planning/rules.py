@@ -131,6 +131,16 @@ def shardable_parameters(case: Case) -> Found:
             yield UnsupportedError(f"parameter '{p.name}' has no dims and cannot be sharded; give it the shape (1,)")
 
 
+def real_parameters(case: Case) -> Found:
+    found = [p for p in case.facts.parameters if p.dtype.startswith("complex")]
+    if found:
+        yield UnsupportedError(
+            f"parameter '{found[0].name}' is {found[0].dtype} ({len(found)} such): weights are cast, reduced and"
+            f" stepped as real numbers. Keep nn.Parameter(torch.view_as_real(weight)), and compute with"
+            f" torch.view_as_complex(self.weight)"
+        )
+
+
 def one_dtype(case: Case) -> Found:
     """Refuse to keep several dtypes in a module whose gradients are reduced together, or where activations travel."""
     if not case.precision.is_kept:
@@ -204,6 +214,7 @@ def something_trains(case: Case) -> Found:
 
 
 RULES: tuple[Callable[[Case], Found], ...] = (
+    real_parameters,
     one_dtype,
     tensor_words,
     context_companions,

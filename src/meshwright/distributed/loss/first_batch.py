@@ -87,7 +87,7 @@ class FirstBatch:
                 if losses is not None:
                     losses.latest = {}
                 with seeded(0), FixedDraws() if self._draws_stay else nullcontext():
-                    total = float(self._runner.evaluate([batch]))
+                    total = float(self._runner.evaluate([_copied(batch)]))
                 labels, rows = batch.get("labels"), float(len(_tokens(batch)))
                 real = math.nan if labels is None else float((labels != IGNORED).sum())
                 if losses is None:
@@ -152,6 +152,12 @@ class FirstBatch:
         is_so = next((law for law, over in laws.items() if law != said and adds_up(over)), "")
         is_what = f"it is {is_so}, not {said}" if is_so else f"it is not {said}"
         return f"{values}: {is_what}. {CHANGES[is_so]}."
+
+
+def _copied(batch: Batch) -> Batch:
+    """Copy a batch: a forward or a loss may write into what it is given."""
+    copies = {key: value.clone() for key, value in batch.items()}
+    return batch.of(copies, [*range(len(_tokens(batch)))]) if isinstance(batch, CutBatch) else copies
 
 
 def _tokens(batch: Batch) -> torch.Tensor:

@@ -77,7 +77,15 @@ class WholeModel:
 
     def _loss_sum(self, piece: Batch) -> Tensor:
         targets = self._objective.targets(piece, self.device)
-        return self._objective(lambda: self.part.module(**self._inputs(piece)), *targets)
+        try:
+            return self._objective(lambda: self.part.module(**self._inputs(piece)), *targets)
+        except RuntimeError as error:
+            if len(next(iter(piece.values()))):
+                raise
+            raise UnsupportedError(
+                f"this rank has none of the step's rows, and the model's code takes no batch of 0 rows ({error}): bring"
+                f" a row for each data rank at least"
+            ) from error
 
 
 def without_backward(output: Any) -> Any:

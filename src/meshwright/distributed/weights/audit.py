@@ -251,7 +251,9 @@ def _replicas(
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a 64-bit checksum of a tensor's bits, on its device: 0-dim int64, sensitive to the order of elements."""
-    flat = tensor.detach().contiguous().flatten()
+    flat = (
+        (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().contiguous().flatten()
+    )
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     for start in range(0, flat.numel(), CHUNK):

@@ -288,7 +288,8 @@ def _differ(found: Tensor, wanted: Tensor, floor: float = 1e-12, *, least: float
     if not found.numel():
         return False
     both = found.isfinite() & wanted.isfinite()
-    found, wanted = (value.double().where(both, 0.0) for value in (found, wanted))
+    wide = torch.promote_types(torch.promote_types(found.dtype, wanted.dtype), torch.float64)
+    found, wanted = (value.to(wide).where(both, 0.0) for value in (found, wanted))
     return bool((found - wanted).abs().max() > least * max(float(wanted.abs().max()), floor))
 
 
