@@ -32,6 +32,7 @@ from meshwright.training.fine_tuning import (
     of_forecast,
     why_chosen,
 )
+from meshwright.training.run.occupancy import Begun
 from meshwright.training.views.progress import Progress
 
 LORA = {"adapters": {"rank": 4}}
@@ -188,6 +189,18 @@ def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
 def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
     assert said in chosen(config) and counted(config, rows, ("chat",)).steps == config.steps
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "steps"), [(2, 2.5, 17), (8, 4.0, 16), (4, 2.5, 14), (2, 1.0, 1), (8, 1.0, 8)]
+)
+def test_a_run_that_goes_on_with_other_rows_per_step_counts_those_it_has_read(model, batch, epochs, steps):
+    begun, rows = Begun(10, 40), 21
+    config = before_data(Config.from_dict({"epochs": epochs, "batch": {"global_batch": batch}}))
+    config = after_data(config, Counted(lambda _: rows, begun=begun), ("chat",), talks=True)
+    read = begun.rows_at(steps, batch)
+    assert config.steps == steps and config.epochs == read / rows
+    assert steps <= begun.steps or epochs * rows <= read < epochs * rows + batch
 
 
 SHORT = 12_000

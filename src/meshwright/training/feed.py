@@ -41,6 +41,7 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
 from meshwright.training.model_source import FOLDER, question_ids, template_file
+from meshwright.training.run.occupancy import Begun, begun_by
 from meshwright.training.run.request import IDENTITY
 
 if TYPE_CHECKING:
@@ -196,7 +197,9 @@ def build_feed(
         return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts))
+    begun = agree.decided_once(lambda: begun_by(config.run, config.checkpoint.folder))
+    given = config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts, begun
+    opened = agree.together(lambda: _opened(*given))
     assert opened is not None
     return opened
 
@@ -217,6 +220,7 @@ def _opened(
     vision: Vision,
     ends: RowEnds | None,
     accepts: Callable[[Config], bool] | None,
+    begun: Begun,
 ) -> Feed:
     corpora, pixels = open_parts(prepared, parts, vision)
     if accepts is not None:
@@ -227,6 +231,7 @@ def _opened(
         shortest_rows(corpora, config.data.seq_len),
         place[1] * max(corpus.training.rows_together for corpus in corpora),
         accepts,
+        begun,
     )
     counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
 
@@ -235,12 +240,14 @@ def _opened(
     asked_for, config = config, after_data(config, counted, tasks, talks=talks)
     data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
-    epochs = samples.epochs(config.steps * config.batch.global_batch)
+    epochs = samples.epochs(begun.rows_at(config.steps, config.batch.global_batch))
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
             often = epochs_text(times).partition(" ")[0]
+            other = begun.rows != begun.steps * config.batch.global_batch
+            so_far = f", the first {begun.steps} of {begun.rows} in all," * other
             raise ConfigError(
-                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
+                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples{so_far} would read"
                 f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
