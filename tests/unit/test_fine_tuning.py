@@ -10,6 +10,7 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwright import Layout
@@ -418,3 +419,21 @@ def test_a_text_that_holds_out_no_row_names_a_value_that_does(tmp_path, files, f
     found = re.search(r": set data\.(\w+) = ([\d.]+)( to hold one out|, as long as what is held out)$", said)
     assert not feed.held_out and found, said
     assert fed(**{found[1]: json.loads(found[2])}).held_out
+
+
+def test_tokens_of_files_that_no_row_reads_are_counted(tmp_path):
+    parts = [np.arange(n, dtype=np.uint16) % 256 for n in (60, 60, 1000)]
+    for folder, files in (("apart", parts), ("whole", [np.concatenate(parts)])):
+        (tmp_path / folder).mkdir()
+        for number, ids in enumerate(files):
+            np.save(tmp_path / folder / f"{number}.npy", ids)
+
+    def left(folder, seq_len):
+        data = {"source": [str(tmp_path / folder)], "seq_len": seq_len, "cache": str(tmp_path / "c")}
+        data |= {"validation_fraction": 0.0}
+        feed = build_feed(Config.from_dict({"data": data}), load_tokenizer("bytes"), 0, 1, Progress())
+        return [note for note in feed.notes if "are in no row" in note]
+
+    (said,) = left("apart", 128)
+    assert said.startswith("224 of the 1,120 tokens") and "128 tokens" in said and "(2 of 3 files are shorter" in said
+    assert not left("whole", 128) and not left("apart", 20)

@@ -33,7 +33,7 @@ from meshwright.data.corpus import Pictured
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
-from meshwright.data.packing import RowEnds, Stream, Whole, are_longer
+from meshwright.data.packing import Joined, RowEnds, Stream, Whole, are_longer
 from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.turns import OWN, load_template
 from meshwright.distributed.process import agree
@@ -278,7 +278,7 @@ def _opened(
                 None,
                 (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
             ),
-            *notes_on(parts, corpora, asked_for.data.seq_len),
+            *notes_on(parts, corpora, asked_for.data.seq_len, data.seq_len),
             *([] if held_out or not config.validation.every else [no_validation(config, prepared, corpora)]),
         ),
         config,
@@ -506,8 +506,13 @@ def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequenc
     return f"{text}: set data.seq_len = {held.n_tokens}, as long as what is held out" if held.n_tokens else text
 
 
-def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
-    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ."""
+def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int, used: int) -> Iterator[str]:
+    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ.
+
+    Args:
+        seq_len: tokens of a row, as asked for.
+        used: those of rows that small data may have made shorter.
+    """
     if len(named := dict.fromkeys(part.template for part in parts if part.template not in ("", OWN))) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
@@ -519,6 +524,14 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
             fates = [f"{n - left_out} cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
             yield f"{n} of {among} documents {are_longer(n, seq_len)}: {' and '.join(fates)}"
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
+        if isinstance(train := corpus.training, Joined) and (files := len(train.parts)) > 1:
+            left, short = train.n_tokens - train.n_samples(used) * used, sum(one.n_tokens < used for one in train.parts)
+            if short or left > train.n_tokens / 100:
+                yield (
+                    f"{left:,} of the {train.n_tokens:,} tokens to train on of {', '.join(part.source)} are in no row"
+                    f" of data.seq_len = {used} tokens, since no row goes on into another file ({short} of {files}"
+                    f" files are shorter than a row): join the files into one, or lower data.seq_len"
+                )
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
             yield (
