@@ -437,3 +437,22 @@ def test_tokens_of_files_that_no_row_reads_are_counted(tmp_path):
     (said,) = left("apart", 128)
     assert said.startswith("224 of the 1,120 tokens") and "128 tokens" in said and "(2 of 3 files are shorter" in said
     assert not left("whole", 128) and not left("apart", 20)
+
+
+@pytest.mark.parametrize(
+    ("from_step", "shares", "held"), [(6, "a 75.0%, .*; b 25.0%", ["a", "b"]), (5, "a 0.0%, .*; b 100.0%", ["b"])]
+)
+def test_only_a_stage_that_is_reached_decides_what_is_validated(tmp_path, from_step, shares, held):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 99}"}}\n' * 20)
+    data = {"mixture": [{"source": [str(tmp_path / f"{name}.jsonl")], "weight": w} for name, w in (("a", 3), ("b", 1))]}
+    data |= {"curriculum": [{"from_step": from_step, "weights": [0.0, 1.0]}], "cache": str(tmp_path / "c")}
+
+    def fed(seq_len):
+        config = {"data": data | {"seq_len": seq_len}, "steps": 6, "batch": {"global_batch": 4}}
+        return build_feed(Config.from_dict(config), load_tokenizer("bytes"), 0, 1, Progress())
+
+    feed = fed(64)
+    assert re.search(f"2 sources: {shares}", feed.description) and [part.name for part in feed.held_out] == held
+    (said,) = (note for note in fed(128).notes if note.startswith("no validation"))
+    assert said.startswith(f"no validation: no source{' that the run ends with' * (held == ['b'])} holds out a row")

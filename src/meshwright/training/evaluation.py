@@ -83,11 +83,11 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[He
         raise ConfigError("the run streamed its data, which holds nothing out: name a source with --data")
     _, corpora, pixels = _opened(config, tokenizer, config.data.validation_fraction)
     config = replace(config, validation=replace(config.validation, samples=limit or 1))
-    parts = parts_of(config.data)
-    held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts)))) or []
+    parts, rows = parts_of(config.data), config.steps * config.batch.global_batch
+    held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts), rows))) or []
     if not held:
         raise ConfigError(
-            f"the run holds out no row of data.seq_len = {config.data.seq_len} tokens for validation"
+            f"no source that the run ends with holds out a row of data.seq_len = {config.data.seq_len} tokens"
             f" (data.validation_fraction = {config.data.validation_fraction}): name a source with --data"
         )
     length = config.data.seq_len

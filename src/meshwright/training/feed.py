@@ -240,7 +240,8 @@ def _opened(
     asked_for, config = config, after_data(config, counted, tasks, talks=talks)
     data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
-    epochs = samples.epochs(begun.rows_at(config.steps, config.batch.global_batch))
+    rows = begun.rows_at(config.steps, config.batch.global_batch)
+    epochs, weights = samples.epochs(rows), last_weights(stages, rows)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
             often = epochs_text(times).partition(" ")[0]
@@ -258,7 +259,8 @@ def _opened(
         own = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
         identity = {"data": own, "mixture": [asdict(stage) for stage in stages]}
     skips = any(p.on_bad_row == "skip" for p in parts)
-    held_out = tuple(held_out_of(config, parts, corpora, stages))
+    held_out = tuple(held_out_of(config, parts, corpora, stages, rows))
+    is_amiss = bool(config.validation.every) and not held_out
     return Feed(
         samples,
         Loader(
@@ -272,14 +274,14 @@ def _opened(
         ),
         held_out,
         identity,
-        describe(parts, corpora, epochs, config, stages[-1].weights),
+        describe(parts, corpora, epochs, config, weights),
         (
             *filter(
                 None,
                 (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
             ),
             *notes_on(parts, corpora, asked_for.data.seq_len, data.seq_len),
-            *([] if held_out or not config.validation.every else [no_validation(config, prepared, corpora)]),
+            *([no_validation(config, prepared, corpora, weights)] if is_amiss else []),
         ),
         config,
         pixels,
@@ -397,6 +399,11 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
     return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
 
 
+def last_weights(stages: Sequence[Stage], rows: int) -> tuple[float, ...]:
+    """Return the mixture's weights at the end of a run of so many rows, which may not reach all stages."""
+    return [stage.weights for stage in stages if stage.first < rows][-1]
+
+
 def prepare_once_per_node(
     config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress, vision: Vision
 ) -> Prepared:
@@ -437,13 +444,13 @@ def _source(part: MixturePart, data: DataConfig) -> str:
 
 
 def held_out_of(
-    config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
+    config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage], rows: int
 ) -> Iterator[HeldOut]:
     """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's.
 
     Raises ConfigError if a conversation is too long for a row.
     """
-    weights = stages[-1].weights
+    weights = last_weights(stages, rows)
     for part, corpus, weight in zip(parts, corpora, weights, strict=True):
         if not (weight and corpus.validation.n_documents):
             continue
@@ -480,19 +487,19 @@ def describe(
     return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
 
 
-def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequence[Corpus]) -> str:
-    """Say that no source holds out a row of text, and which value of which key would make one do so.
+def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequence[Corpus], weights: Sequence) -> str:
+    """Say that no source with a weight holds out a row of text, and which value of which key would make one do so.
 
     Documents are held out whole, in a drawn order, while they fit into the fraction: what is held out is smaller than
     the fraction by less than the longest document.
     """
     seq_len, fraction = config.data.seq_len, config.data.validation_fraction
-    text = f"no validation: no source holds out a row of data.seq_len = {seq_len} tokens"
-    text += f" (data.validation_fraction = {fraction})"
+    text = f"no validation: no source{'' if all(weights) else ' that the run ends with'} holds out a row of"
+    text += f" data.seq_len = {seq_len} tokens (data.validation_fraction = {fraction})"
     texts = [
         (p, train, held)
-        for p, c in zip(prepared, corpora, strict=True)
-        if isinstance(train := c.training, Stream) and isinstance(held := c.validation, Stream)
+        for p, c, weight in zip(prepared, corpora, weights, strict=True)
+        if weight and isinstance(train := c.training, Stream) and isinstance(held := c.validation, Stream)
     ]
     if not (fraction and texts):
         return text
@@ -507,12 +514,7 @@ def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequenc
 
 
 def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int, used: int) -> Iterator[str]:
-    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ.
-
-    Args:
-        seq_len: tokens of a row, as asked for.
-        used: those of rows that small data may have made shorter.
-    """
+    """Yield notes on what of each part is left out or cut in rows as long as was asked for, and as they are used."""
     if len(named := dict.fromkeys(part.template for part in parts if part.template not in ("", OWN))) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
