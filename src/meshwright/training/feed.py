@@ -42,7 +42,7 @@ from meshwright.training.config import Config, DataConfig
 from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
 from meshwright.training.model_source import FOLDER, question_ids, template_file
 from meshwright.training.run.occupancy import Begun, begun_by
-from meshwright.training.run.request import IDENTITY
+from meshwright.training.run.request import IDENTITY, RESOLVED, read_request
 
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
@@ -286,7 +286,7 @@ def _opened(
         config,
         pixels,
         ends,
-        "; ".join(filter(None, (p.other for p in prepared))),
+        "; ".join(filter(None, (*(p.other for p in prepared), moved_by_batch(config, stages)))),
         {} if skips else None,
     )
 
@@ -397,6 +397,14 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
     if steps[1:2] == [0]:
         steps, weights = steps[1:], weights[1:]
     return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
+
+
+def moved_by_batch(config: Config, stages: Sequence[Stage]) -> str:
+    """Return how another batch moves the stages of the run that a config continues; "" where it does not."""
+    kept = read_request(Path(config.run).expanduser(), RESOLVED) if config.run and len(stages) > 1 else None
+    before, now = (one.batch.global_batch for one in (kept or config, config))
+    begin = "stages of data.curriculum begin at sample from_step × batch.global_batch"
+    return f"batch.global_batch was {before} and is now {now}, and {begin}" if before != now else ""
 
 
 def last_weights(stages: Sequence[Stage], rows: int) -> tuple[float, ...]:
