@@ -6,9 +6,11 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from e2e_runs import Job, assert_equal_checkpoints, losses, metrics, nested, rows_of_step, tree
 
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.training.run import checkpointing
@@ -53,6 +55,17 @@ def test_on_another_layout_it_goes_on_with_exactly_the_next_samples(train, world
     assert [rows_of_step(second, step) for step in range(3)] == [rows_of_step(straight, step) for step in range(3, 6)]
     assert rows_of_step(second, 0) != rows_of_step(straight, 0)
     assert losses(first[0].folder) == pytest.approx(losses(straight[0].folder), rel=1e-10)
+
+
+def test_epochs_count_the_rows_of_steps_with_another_batch(train, tmp_path):
+    np.save(tmp_path / "ids.npy", np.tile(np.array([*b"0123456", 256], dtype=np.uint16), 400))
+    told = {"data.source": [str(tmp_path / "ids.npy")], "data.validation_fraction": 0.0, "steps": 3}
+    first = train(1, told)[0]  # 24 of 100 rows
+    often = train(1, {"batch.global_batch": 2, "data.max_epochs": 0.5, "steps": 17}, folder=first.folder)[0]
+    assert often.status == 2 and "17 of batch.global_batch = 2 samples, the first 3 of 24 in all, w" in str(often.error)
+    second = train(1, {"batch.global_batch": 2, "data.max_epochs": 0.5, "epochs": 0.5}, folder=first.folder)[0]
+    assert second.status == 0 and "· 0.5 epochs" in second.out
+    assert Manifest.read(first.folder / "checkpoints/step-00000016").extra["state"]["consumed"] == 50
 
 
 @pytest.fixture

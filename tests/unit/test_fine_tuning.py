@@ -10,6 +10,7 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwright import Layout
@@ -32,6 +33,7 @@ from meshwright.training.fine_tuning import (
     of_forecast,
     why_chosen,
 )
+from meshwright.training.run.occupancy import Begun
 from meshwright.training.views.progress import Progress
 
 LORA = {"adapters": {"rank": 4}}
@@ -188,6 +190,18 @@ def test_no_fraction_of_an_epoch_reads_as_a_whole_number(epochs, said):
 def test_the_epochs_that_are_said_are_those_of_whole_steps(model, rows, said):
     config = tuned(model, {"epochs": 1.0, "batch": {"global_batch": 8}}, rows)
     assert said in chosen(config) and counted(config, rows, ("chat",)).steps == config.steps
+
+
+@pytest.mark.parametrize(
+    ("batch", "epochs", "steps"), [(2, 2.5, 17), (8, 4.0, 16), (4, 2.5, 14), (2, 1.0, 1), (8, 1.0, 8)]
+)
+def test_a_run_that_goes_on_with_other_rows_per_step_counts_those_it_has_read(model, batch, epochs, steps):
+    begun, rows = Begun(10, 40), 21
+    config = before_data(Config.from_dict({"epochs": epochs, "batch": {"global_batch": batch}}))
+    config = after_data(config, Counted(lambda _: rows, begun=begun), ("chat",), talks=True)
+    read = begun.rows_at(steps, batch)
+    assert config.steps == steps and config.epochs == read / rows
+    assert steps <= begun.steps or epochs * rows <= read < epochs * rows + batch
 
 
 SHORT = 12_000
@@ -405,3 +419,40 @@ def test_a_text_that_holds_out_no_row_names_a_value_that_does(tmp_path, files, f
     found = re.search(r": set data\.(\w+) = ([\d.]+)( to hold one out|, as long as what is held out)$", said)
     assert not feed.held_out and found, said
     assert fed(**{found[1]: json.loads(found[2])}).held_out
+
+
+def test_tokens_of_files_that_no_row_reads_are_counted(tmp_path):
+    parts = [np.arange(n, dtype=np.uint16) % 256 for n in (60, 60, 1000)]
+    for folder, files in (("apart", parts), ("whole", [np.concatenate(parts)])):
+        (tmp_path / folder).mkdir()
+        for number, ids in enumerate(files):
+            np.save(tmp_path / folder / f"{number}.npy", ids)
+
+    def left(folder, seq_len):
+        data = {"source": [str(tmp_path / folder)], "seq_len": seq_len, "cache": str(tmp_path / "c")}
+        data |= {"validation_fraction": 0.0}
+        feed = build_feed(Config.from_dict({"data": data}), load_tokenizer("bytes"), 0, 1, Progress())
+        return [note for note in feed.notes if "are in no row" in note]
+
+    (said,) = left("apart", 128)
+    assert said.startswith("224 of the 1,120 tokens") and "128 tokens" in said and "(2 of 3 files are shorter" in said
+    assert not left("whole", 128) and not left("apart", 20)
+
+
+@pytest.mark.parametrize(
+    ("from_step", "shares", "held"), [(6, "a 75.0%, .*; b 25.0%", ["a", "b"]), (5, "a 0.0%, .*; b 100.0%", ["b"])]
+)
+def test_only_a_stage_that_is_reached_decides_what_is_validated(tmp_path, from_step, shares, held):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 99}"}}\n' * 20)
+    data = {"mixture": [{"source": [str(tmp_path / f"{name}.jsonl")], "weight": w} for name, w in (("a", 3), ("b", 1))]}
+    data |= {"curriculum": [{"from_step": from_step, "weights": [0.0, 1.0]}], "cache": str(tmp_path / "c")}
+
+    def fed(seq_len):
+        config = {"data": data | {"seq_len": seq_len}, "steps": 6, "batch": {"global_batch": 4}}
+        return build_feed(Config.from_dict(config), load_tokenizer("bytes"), 0, 1, Progress())
+
+    feed = fed(64)
+    assert re.search(f"2 sources: {shares}", feed.description) and [part.name for part in feed.held_out] == held
+    (said,) = (note for note in fed(128).notes if note.startswith("no validation"))
+    assert said.startswith(f"no validation: no source{' that the run ends with' * (held == ['b'])} holds out a row")

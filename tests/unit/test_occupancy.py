@@ -129,7 +129,7 @@ def ended(tmp_path):
     keep_request(tmp_path, config)
     whole = tmp_path / "checkpoints" / "step-00000004"
     whole.mkdir(parents=True)
-    Manifest({}, {}, extra={"state": {"step": 4}}).write(whole)
+    Manifest({}, {}, extra={"state": {"step": 4, "consumed": 32}}).write(whole)
     (tmp_path / "identity.json").write_text('{"seed": 0}')
     return tmp_path
 
@@ -159,7 +159,7 @@ def test_only_what_the_files_decide_is_decided_by_them(ended):
     with occupied(ended):
         assert not completed(config)
     manifest = ended / "checkpoints" / "step-00000004" / "manifest.json"
-    for other in ({"state": {"step": "four"}}, {}, {"state": {"step": 3}}):
+    for other in ({"state": {"step": "four"}}, {}, {"state": {"step": 3, "consumed": 24}}):
         Manifest({}, {}, extra=other).write(manifest.parent)
         assert not completed(config)
     manifest.unlink()

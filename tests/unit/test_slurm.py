@@ -17,7 +17,7 @@ from meshwright.cli.arguments import read_config, read_launch
 from meshwright.core.config import field_doc, public_keys
 from meshwright.core.errors import ConfigError, MissingExtraError
 from meshwright.training.config import Config
-from meshwright.training.run.folder import RunFolder
+from meshwright.training.run.folder import RunFolder, changes
 from meshwright.training.slurm import LaunchConfig, SlurmConfig, batch_script, folder_of, seconds_of, submit
 
 KEYS = (
@@ -228,6 +228,20 @@ def test_a_requeued_job_does_not_continue_what_became_another_run(job, tmp_path)
     job("17", restarts=1)
     with pytest.raises(ConfigError, match="holds another run: data was a and is now b"):
         RunFolder.open(config, {"data": "b"})
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "said"),
+    [
+        ([{"at": 0}, {"at": 12}, 3], [{"at": 0}, {"at": 6}, 4], ["a[1].at was 12 and is now 6"]),
+        ([1], [1, 2], ["a[1] was None and is now 2"]),
+        ("x" * 40 + "y", "x" * 40 + "z", [f"a was …{'x' * 12}y and is now …{'x' * 12}z"]),
+        ("1", 1, ["a was 1 and is now 1"]),
+        ([1, {"b": 2}], [1, {"b": 2}], []),
+    ],
+)
+def test_what_changed_is_said_from_where_it_differs(there, now, said):
+    assert list(changes({"a": there}, {"a": now})) == said
 
 
 def test_none_of_it_needs_torch_or_submitit():

@@ -103,13 +103,17 @@ class Stream:
     def n_samples(self, seq_len: int) -> int:
         """Return the number of whole samples; see ``Split``."""
         check_length(seq_len)
-        if self.n_tokens < seq_len:
+        if not (n := self.n_rows(seq_len)):
             legal = f"Legal here: seq_len from 1 to {self.n_tokens}." if self.n_tokens else "It is empty."
             more = ", or raise data.validation_fraction" if self.name == "validation" else ""
             raise ConfigError(
                 f"the {self.name} split has {self.n_tokens} tokens in {self.n_documents} documents, which make no"
                 f" sample of data.seq_len = {seq_len}. {legal} Lower it, add to data.source{more}"
             )
+        return n
+
+    def n_rows(self, seq_len: int) -> int:
+        """Return the number of samples, also where there are none."""
         return self.n_tokens // seq_len
 
     def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
@@ -130,17 +134,13 @@ class Stream:
         number_documents(row[inside], starts[inside], documents, positions)
         return {"tokens": tokens, "labels": labels, "positions": positions, "document_ids": documents}
 
-    def head(self, n_tokens: int, n_documents: int) -> Stream:
-        """Return a stream of the first tokens and documents only."""
-        return Stream(self.name, self.tokens[:n_tokens], self.offsets[: n_documents + 1])
-
 
 @dataclass(frozen=True, eq=False)
 class Joined:
     """A concatenation of splits, such as the files of a corpus used in place; no sample spans two of them."""
 
     name: str
-    parts: Sequence[Split]
+    parts: Sequence[Stream]
     rows_together: ClassVar[int] = 1
 
     @property
@@ -170,9 +170,7 @@ class Joined:
         return gather(self.parts, which, indexes - bounds[which], seq_len)
 
     def _bounds(self, seq_len: int) -> np.ndarray:
-        return np.cumsum(
-            [0, *(part.n_samples(seq_len) if part.n_tokens >= seq_len else 0 for part in self.parts)], dtype=np.int64
-        )
+        return np.cumsum([0, *(part.n_rows(seq_len) for part in self.parts)], dtype=np.int64)
 
 
 def gather(splits: Sequence[Split], which: np.ndarray, indexes: np.ndarray, seq_len: int) -> Rows:

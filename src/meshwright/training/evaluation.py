@@ -16,7 +16,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.cache import open_parts
 from meshwright.data.images import PixelReader
-from meshwright.data.packing import RowEnds, Rows, Whole, check_length
+from meshwright.data.packing import Joined, RowEnds, Rows, Split, Whole
 from meshwright.data.tasks import TASK as PREFERENCE
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.distributed.mesh import data_position
@@ -40,9 +40,8 @@ from meshwright.training.views.progress import Progress
 class ToTheEnd(Stream):
     """A stream whose last row is filled up with padding, so that every token is in a row."""
 
-    def n_samples(self, seq_len: int) -> int:
+    def n_rows(self, seq_len: int) -> int:
         """Return the number of rows, the last one included."""
-        check_length(seq_len)
         return -(-self.n_tokens // seq_len)
 
     def rows(self, indexes: np.ndarray, seq_len: int) -> Rows:
@@ -64,6 +63,13 @@ class ToTheEnd(Stream):
         return made
 
 
+def to_the_end(split: Split) -> Split:
+    """Return a split of text with every token in a row, of a file of ids in rows of its own; others as they are."""
+    if isinstance(split, Joined):
+        return replace(split, parts=[ToTheEnd(part.name, part.tokens, part.offsets) for part in split.parts])
+    return ToTheEnd(split.name, split.tokens, split.offsets) if isinstance(split, Stream) else split
+
+
 def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the validation part of a run's own data (collective).
 
@@ -77,11 +83,11 @@ def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[He
         raise ConfigError("the run streamed its data, which holds nothing out: name a source with --data")
     _, corpora, pixels = _opened(config, tokenizer, config.data.validation_fraction)
     config = replace(config, validation=replace(config.validation, samples=limit or 1))
-    parts = parts_of(config.data)
-    held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts)))) or []
+    parts, rows = parts_of(config.data), config.steps * config.batch.global_batch
+    held = agree.together(lambda: list(held_out_of(config, parts, corpora, stages_of(config, parts), rows))) or []
     if not held:
         raise ConfigError(
-            f"the run holds out no row of data.seq_len = {config.data.seq_len} tokens for validation"
+            f"no source that the run ends with holds out a row of data.seq_len = {config.data.seq_len} tokens"
             f" (data.validation_fraction = {config.data.validation_fraction}): name a source with --data"
         )
     length = config.data.seq_len
@@ -103,9 +109,7 @@ def rows_of(
     data = replace(config.data, mixture=(), curriculum=(), seq_len=max(length, longest))
     config = replace(config, data=replace(data, **{**own, "streaming": False}))
     (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
-    if isinstance(split := corpus.training, Stream):
-        split = ToTheEnd(split.name, split.tokens, split.offsets)
-    elif isinstance(split, Whole):
+    if isinstance(split := to_the_end(corpus.training), Whole):
         split = replace(split, name="evaluation")
         length = max(length, min(longest, int(split.lengths.max(initial=0))))
     count = agree.together(lambda: split.n_samples(length)) or 0

@@ -33,7 +33,7 @@ from meshwright.data.corpus import Pictured
 from meshwright.data.images import PixelReader, Vision, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.options import MixturePart
-from meshwright.data.packing import RowEnds, Stream, Whole, are_longer
+from meshwright.data.packing import Joined, RowEnds, Stream, Whole, are_longer
 from meshwright.data.scan import TOKEN_FORMATS, list_sources
 from meshwright.data.turns import OWN, load_template
 from meshwright.distributed.process import agree
@@ -41,7 +41,8 @@ from meshwright.distributed.process.world import get_world_info
 from meshwright.training.config import Config, DataConfig
 from meshwright.training.fine_tuning import SHORT_ROW, SHORT_TEXT, TEXT, Counted, after_data, few_steps, why_chosen
 from meshwright.training.model_source import FOLDER, question_ids, template_file
-from meshwright.training.run.request import IDENTITY
+from meshwright.training.run.occupancy import Begun, begun_by
+from meshwright.training.run.request import IDENTITY, RESOLVED, read_request
 
 if TYPE_CHECKING:
     from meshwright.training.views.progress import Progress
@@ -196,7 +197,9 @@ def build_feed(
         return _streamed(config, parts, tokenizer, (rank, ranks), progress, ends)
     vision = vision_for(config)
     prepared = [prepare_once_per_node(config, part, tokenizer, progress, vision) for part in parts]
-    opened = agree.together(lambda: _opened(config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts))
+    begun = agree.decided_once(lambda: begun_by(config.run, config.checkpoint.folder))
+    given = config, parts, prepared, tokenizer, (rank, ranks), vision, ends, accepts, begun
+    opened = agree.together(lambda: _opened(*given))
     assert opened is not None
     return opened
 
@@ -217,6 +220,7 @@ def _opened(
     vision: Vision,
     ends: RowEnds | None,
     accepts: Callable[[Config], bool] | None,
+    begun: Begun,
 ) -> Feed:
     corpora, pixels = open_parts(prepared, parts, vision)
     if accepts is not None:
@@ -227,6 +231,7 @@ def _opened(
         shortest_rows(corpora, config.data.seq_len),
         place[1] * max(corpus.training.rows_together for corpus in corpora),
         accepts,
+        begun,
     )
     counted.rows(config.data.seq_len)  # refused at the length that was asked for, not at one that is chosen
 
@@ -235,12 +240,15 @@ def _opened(
     asked_for, config = config, after_data(config, counted, tasks, talks=talks)
     data, names, stages = config.data, [part.name for part in parts], stages_of(config, parts)
     samples = Samples.of([corpus.training for corpus in corpora], data.seq_len, config.seed, names, Interleave(stages))
-    epochs = samples.epochs(config.steps * config.batch.global_batch)
+    rows = begun.rows_at(config.steps, config.batch.global_batch)
+    epochs, weights = samples.epochs(rows), last_weights(stages, rows)
     for part, times in zip(parts, epochs.values(), strict=True):
         if part.max_epochs and times > part.max_epochs:
             often = epochs_text(times).partition(" ")[0]
+            other = begun.rows != begun.steps * config.batch.global_batch
+            so_far = f", the first {begun.steps} of {begun.rows} in all," * other
             raise ConfigError(
-                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples would read"
+                f"steps = {config.steps} of batch.global_batch = {config.batch.global_batch} samples{so_far} would read"
                 f" {_source(part, data)} {often} times, more than its max_epochs = {part.max_epochs:g}: lower steps"
                 f" or its weight, or raise max_epochs"
             )
@@ -251,7 +259,8 @@ def _opened(
         own = {part.name: {"data": p.key, "too_long": part.too_long} for part, p in zip(parts, prepared, strict=True)}
         identity = {"data": own, "mixture": [asdict(stage) for stage in stages]}
     skips = any(p.on_bad_row == "skip" for p in parts)
-    held_out = tuple(held_out_of(config, parts, corpora, stages))
+    held_out = tuple(held_out_of(config, parts, corpora, stages, rows))
+    is_amiss = bool(config.validation.every) and not held_out
     return Feed(
         samples,
         Loader(
@@ -265,19 +274,19 @@ def _opened(
         ),
         held_out,
         identity,
-        describe(parts, corpora, epochs, config, stages[-1].weights),
+        describe(parts, corpora, epochs, config, weights),
         (
             *filter(
                 None,
                 (*(p.note for p in prepared), why_chosen(asked_for, config, counted), few_steps(config, counted)),
             ),
-            *notes_on(parts, corpora, asked_for.data.seq_len),
-            *([] if held_out or not config.validation.every else [no_validation(config, prepared, corpora)]),
+            *notes_on(parts, corpora, asked_for.data.seq_len, data.seq_len),
+            *([no_validation(config, prepared, corpora, weights)] if is_amiss else []),
         ),
         config,
         pixels,
         ends,
-        "; ".join(filter(None, (p.other for p in prepared))),
+        "; ".join(filter(None, (*(p.other for p in prepared), moved_by_batch(config, stages)))),
         {} if skips else None,
     )
 
@@ -390,6 +399,19 @@ def stages_of(config: Config, parts: tuple[MixturePart, ...]) -> list[Stage]:
     return [Stage(step * config.batch.global_batch, each) for step, each in zip(steps, weights, strict=True)]
 
 
+def moved_by_batch(config: Config, stages: Sequence[Stage]) -> str:
+    """Return how another batch moves the stages of the run that a config continues; "" where it does not."""
+    kept = read_request(Path(config.run).expanduser(), RESOLVED) if config.run and len(stages) > 1 else None
+    before, now = (one.batch.global_batch for one in (kept or config, config))
+    begin = "stages of data.curriculum begin at sample from_step × batch.global_batch"
+    return f"batch.global_batch was {before} and is now {now}, and {begin}" if before != now else ""
+
+
+def last_weights(stages: Sequence[Stage], rows: int) -> tuple[float, ...]:
+    """Return the mixture's weights at the end of a run of so many rows, which may not reach all stages."""
+    return [stage.weights for stage in stages if stage.first < rows][-1]
+
+
 def prepare_once_per_node(
     config: Config, part: MixturePart, tokenizer: Tokenizer, progress: Progress, vision: Vision
 ) -> Prepared:
@@ -430,13 +452,13 @@ def _source(part: MixturePart, data: DataConfig) -> str:
 
 
 def held_out_of(
-    config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage]
+    config: Config, parts: tuple[MixturePart, ...], corpora: list[Corpus], stages: list[Stage], rows: int
 ) -> Iterator[HeldOut]:
     """Yield each source's validation rows, in proportion to its last weight, so that the loss is the mixture's.
 
     Raises ConfigError if a conversation is too long for a row.
     """
-    weights = stages[-1].weights
+    weights = last_weights(stages, rows)
     for part, corpus, weight in zip(parts, corpora, weights, strict=True):
         if not (weight and corpus.validation.n_documents):
             continue
@@ -473,19 +495,19 @@ def describe(
     return f"{text} · {len(parts)} sources: {'; '.join(rows)}"
 
 
-def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequence[Corpus]) -> str:
-    """Say that no source holds out a row of text, and which value of which key would make one do so.
+def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequence[Corpus], weights: Sequence) -> str:
+    """Say that no source with a weight holds out a row of text, and which value of which key would make one do so.
 
     Documents are held out whole, in a drawn order, while they fit into the fraction: what is held out is smaller than
     the fraction by less than the longest document.
     """
     seq_len, fraction = config.data.seq_len, config.data.validation_fraction
-    text = f"no validation: no source holds out a row of data.seq_len = {seq_len} tokens"
-    text += f" (data.validation_fraction = {fraction})"
+    text = f"no validation: no source{'' if all(weights) else ' that the run ends with'} holds out a row of"
+    text += f" data.seq_len = {seq_len} tokens (data.validation_fraction = {fraction})"
     texts = [
         (p, train, held)
-        for p, c in zip(prepared, corpora, strict=True)
-        if isinstance(train := c.training, Stream) and isinstance(held := c.validation, Stream)
+        for p, c, weight in zip(prepared, corpora, weights, strict=True)
+        if weight and isinstance(train := c.training, Stream) and isinstance(held := c.validation, Stream)
     ]
     if not (fraction and texts):
         return text
@@ -499,8 +521,8 @@ def no_validation(config: Config, prepared: Sequence[Prepared], corpora: Sequenc
     return f"{text}: set data.seq_len = {held.n_tokens}, as long as what is held out" if held.n_tokens else text
 
 
-def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int) -> Iterator[str]:
-    """Yield notes on each part: which conversations or rows are left out or cut, where texts and tokens differ."""
+def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int, used: int) -> Iterator[str]:
+    """Yield notes on what of each part is left out or cut in rows as long as was asked for, and as they are used."""
     if len(named := dict.fromkeys(part.template for part in parts if part.template not in ("", OWN))) > 1:
         yield f"of the chat templates {', '.join(named)}, the run's folder and what is exported from it keep the first"
     for part, corpus in zip(parts, corpora, strict=True):
@@ -512,6 +534,14 @@ def notes_on(parts: tuple[MixturePart, ...], corpora: list[Corpus], seq_len: int
             fates = [f"{n - left_out} cut short"] * (n > left_out) + [f"{left_out} left out{why}"] * (left_out > 0)
             yield f"{n} of {among} documents {are_longer(n, seq_len)}: {' and '.join(fates)}"
         yield from (f"{', '.join(part.source)}: {note}" for note in getattr(corpus.meta, "notes", ()))
+        if isinstance(train := corpus.training, Joined) and (files := len(train.parts)) > 1:
+            left, short = train.n_tokens - train.n_samples(used) * used, sum(one.n_tokens < used for one in train.parts)
+            if short or left > train.n_tokens / 100:
+                yield (
+                    f"{left:,} of the {train.n_tokens:,} tokens to train on of {', '.join(part.source)} are in no row"
+                    f" of data.seq_len = {used} tokens, since no row goes on into another file ({short} of {files}"
+                    f" files are shorter than a row): join the files into one, or lower data.seq_len"
+                )
         skipped = sum(getattr(corpus.meta, "skipped", {}).values())
         if skipped:
             yield (

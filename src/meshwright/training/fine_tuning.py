@@ -20,7 +20,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.names import LENGTHS, WIDTH
 from meshwright.introspection.adapter_request import CONFIG, AdapterFolder, holds_adapters
 from meshwright.planning.optimizer import kind_of
-from meshwright.training.run.occupancy import latest_checkpoint
+from meshwright.training.run.occupancy import Begun, latest_checkpoint
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config, ModelConfig
@@ -70,12 +70,14 @@ class Counted(NamedTuple):
         shortest: least length of rows that cuts no document.
         ranks: data ranks, which a step's rows are dealt to; of pairs of rows, twice as many.
         accepts: returns whether a layout carries a config's batch; None: the batch stays as it is.
+        begun: where the run goes on.
     """
 
     rows: Callable[[int], int]
     shortest: int = LONGEST_ROW
     ranks: int = 1
     accepts: Callable[[Config], bool] | None = None
+    begun: Begun = Begun()
 
 
 class WeightsElsewhere(str):
@@ -166,8 +168,8 @@ def after_data(config: Config, data: Counted | None, tasks: Sequence[str], *, ta
     rows, batch = data.rows(config.data.seq_len), config.batch.global_batch
     if most is not None and most > epochs and is_fine_tuning(config):
         epochs = min(most, max(epochs, ENOUGH_STEPS * batch / rows))
-    steps = max(1, math.ceil(epochs * rows / batch - 1e-9))
-    return replace(config, epochs=steps * batch / rows, steps=unset(steps))
+    steps = max(1, data.begun.steps + math.ceil((epochs * rows - data.begun.rows) / batch - 1e-9))
+    return replace(config, epochs=data.begun.rows_at(steps, batch) / rows, steps=unset(steps))
 
 
 def with_enough_steps(config: Config, data: Counted, epochs: float) -> Config:

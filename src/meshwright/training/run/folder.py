@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,18 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
-    """Describe each value that changed, by its dotted key; both arguments are JSON values."""
+    """Describe each value that changed, by its dotted key, and of a list the first; both arguments are JSON values."""
     if isinstance(there, dict) and isinstance(now, dict):
         for name in now:
             yield from changes(there.get(name), now[name], f"{key}.{name}" if key else name)
+    elif isinstance(there, list) and isinstance(now, list):
+        rows = enumerate(zip_longest(there, now))
+        yield from next((changes(*pair, f"{key}[{at}]") for at, pair in rows if pair[0] != pair[1]), ())
     elif there != now and (key.rpartition(".")[2], there) != LOOSENED:
-        yield f"{key} was {str(there)[:24]} and is now {str(now)[:24]}"
+        texts = str(there), str(now)
+        alike = next((at for at, (a, b) in enumerate(zip_longest(*texts)) if a != b), 0)
+        was, is_now = (f"…{text[alike - 12 : alike + 12]}" if alike >= 24 else text[:24] for text in texts)
+        yield f"{key} was {was} and is now {is_now}"
 
 
 # --- describe the contents of a run's folder from its small text files

@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from meshwright.checkpoint.folder import CheckpointFolder, Claim, checkpoints_of, job_in
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.store import LocalStore, RemoteStore, Store, absolute, place_of, probe
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 
@@ -217,3 +218,28 @@ def latest_checkpoint(folder: Path) -> str:
     except IntegrityError:
         return ""
     return "" if latest is None else place_of(latest)[1]
+
+
+class Begun(NamedTuple):
+    """How far a run has come that is continued: the steps that it took, and the rows that these read."""
+
+    steps: int = 0
+    rows: int = 0
+
+    def rows_at(self, steps: int, batch: int) -> int:
+        """Return the number of rows that are read by the end of a step, where those to come have ``batch``."""
+        return self.rows + max(0, steps - self.steps) * batch
+
+
+def begun_by(run: str, elsewhere: str) -> Begun:
+    """Return how far the newest whole checkpoint of a run is, in its folder or elsewhere; one that does not say it, and
+    is refused by who loads it, counts as none. Raises IntegrityError where there are some, and none is whole.
+    """
+    checkpoints = CheckpointFolder(elsewhere) if elsewhere else checkpoints_of(Path(run).expanduser())
+    if not run or (latest := checkpoints.latest()) is None:
+        return Begun()
+    try:
+        state = Manifest.read(latest).extra["state"]
+        return Begun(int(state["step"]), int(state["consumed"]))
+    except (KeyError, TypeError, ValueError):
+        return Begun()

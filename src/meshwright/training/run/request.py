@@ -7,15 +7,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.folder import CheckpointFolder, checkpoints_of
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.core.config import load_toml, to_toml
 from meshwright.core.config.read import shown
 from meshwright.core.errors import ConfigError, command
 from meshwright.core.files import read_object, replace_text
 from meshwright.training.config import Config
 from meshwright.training.fine_tuning import length_follows
-from meshwright.training.run.occupancy import is_occupied, other_owner
+from meshwright.training.run.occupancy import begun_by, is_occupied, other_owner
 
 NAME, RESOLVED = "request.toml", "config.toml"
 IDENTITY = "identity.json"
@@ -65,15 +64,10 @@ def completed(config: Config) -> str:
     if asks_more or not is_same or is_occupied(folder):
         return ""
     place = config.checkpoint.folder
-    checkpoints = CheckpointFolder(place) if place else checkpoints_of(folder)
-    try:
-        latest = checkpoints.latest()
-        if latest is None or (place and other_owner(checkpoints, folder)) or not read_object(folder / IDENTITY):
-            return ""
-        step = int(Manifest.read(latest).extra["state"]["step"])
-    except (KeyError, TypeError, ValueError):  # refused, with the reason, by who loads it
+    step = begun_by(config.run, place).steps
+    if step < config.steps or (place and other_owner(CheckpointFolder(place), folder)):
         return ""
-    return words_of_complete(folder, step, config.steps) if step >= config.steps else ""
+    return words_of_complete(folder, step, config.steps) if read_object(folder / IDENTITY) else ""
 
 
 # --- find the values of a config that run foreign code, and require consent
