@@ -35,7 +35,7 @@ def errors_of(facts: ModelFacts, **requested: Any) -> dict[str, float]:
     assert plan.sequence_parallel == requested.get("sequence_parallel", True)
     sample = measured(facts, plan.ranks).sample
     found: dict[str, float] = {}
-    for inputs, logits in parallel._performances(sample):
+    for inputs, logits in parallel._performances(sample, plan.ranks):
         for name, error in parallel.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
             found[name] = max(found.get(name, 0.0), torch.inf if error != error else error)
     return found

@@ -62,7 +62,7 @@ BY_MODE = {
     "shift in training": (lambda: OwnForward(ShiftsInTraining), r"plain, and .* attentions.0 \(ShiftsInTraining\)"),
     "shift in evaluation": (
         lambda: OwnForward(ShiftsInEvaluation),
-        r"plain, in evaluation mode, and .* attentions.0 \(ShiftsInEvaluation\)",
+        r"plain, in evaluation mode, in rows of [0-9]+ tokens, and .* attentions.0 \(ShiftsInEvaluation\)",
     ),
     "recomputed": (lambda: OwnForward(Recomputes, reentrant=False), "the forward or backward fails: CheckpointError"),
     "recomputed, reentrant": (lambda: OwnForward(Recomputes, reentrant=True), r"the gradient of attentions.*is wrong"),

@@ -53,7 +53,7 @@ def errors_of(facts: ModelFacts, ranks: int, cut_sequences: bool, which: slice =
     assert plan.sequence_parallel == cut_sequences
     sample = measured(facts, ranks).sample
     found: dict[str, float] = {}
-    for inputs, logits in list(parallel._performances(sample))[which]:
+    for inputs, logits in list(parallel._performances(sample, ranks))[which]:
         for name, error in parallel.rehearse(sample.model, plan.only(sample.blocks), inputs, logits=logits).items():
             found[name] = max(found.get(name, 0.0), torch.inf if error != error else error)
     return found

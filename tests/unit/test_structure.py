@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import users
 from support.cutting import cut, family, measured, user
 from support.releases import TRANSFORMERS
 from support.written_out import GPT, GPTConfig
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.blocks import repeated_blocks
@@ -22,6 +24,7 @@ from meshwright.introspection.calls import Call
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.configs import small_configs
+from meshwright.introspection.small.sample import LONG, longest_row
 from meshwright.introspection.structure.local_search import LocalArgument, LocalNumber
 from meshwright.introspection.structure.probe import Probe
 from meshwright.introspection.structure.regions import Region
@@ -362,6 +365,28 @@ def test_tokens_that_meet_outside_the_regions_keep_sequences_whole(name):
     plan, notes = cut(user(name))
     assert kind(user(name)).mixes_outside and not plan.sequence_parallel
     assert WHOLE + "tokens meet in layers.* outside the layers that are cut" in notes
+
+
+@pytest.mark.parametrize("distance", [1, 16, 40, 170, 400])
+def test_tokens_that_meet_far_apart_are_seen(distance):
+    class Far(users.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + functional.pad(x, (0, 0, distance, 0))[:, : x.shape[1]])
+
+    assert kind(model_facts(users.User(Far))).mixes_outside
+
+
+def test_long_rows_end_where_tables_do_and_are_shorter_where_code_loops_over_tokens():
+    def longest(at_most: int, calls: int) -> int:
+        def run(length: int) -> None:
+            assert length <= at_most
+            for _ in range(calls * length):
+                torch.ones(1) + 1
+
+        return longest_row(torch.nn.Linear(4, 4), run)
+
+    assert (longest(1000, 0), longest(64, 0), longest(6, 0)) == (LONG, 64, 6)
+    assert 60 < longest(1000, 4) < 260
 
 
 def test_a_bias_of_each_head_is_cut_though_most_of_its_distances_do_not_occur():

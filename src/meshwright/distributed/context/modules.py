@@ -321,15 +321,20 @@ class _OwnPlaces(TorchFunctionMode):
         return kept_on(self.rows.own, device)[0]
 
 
-def refuse_other_rows(mixing: Mixing, rows: CutRows) -> None:
-    """Refuse, on all ranks alike, rows of which parts are another case to the model, or are counted otherwise."""
+def part_of_another_case(condition: LengthUse, length: int, parts: Iterable[int]) -> int | None:
+    """Return the first of the parts' numbers of tokens at which the condition is not what it is at ``length``."""
 
-    def case(condition: LengthUse, length: int) -> bool | None:
+    def case(length: int) -> bool | None:
         try:
             return value_of(condition.expression, length)
         except ArithmeticError:
             return None
 
+    return next((part for part in parts if case(part) != case(length)), None)
+
+
+def refuse_other_rows(mixing: Mixing, rows: CutRows) -> None:
+    """Refuse, on all ranks alike, rows of which parts are another case to the model, or are counted otherwise."""
     for use in mixing.lengths:
         if use.kind in ("positions", "table") and rows.places.shape[1] > 1:
             raise ConfigError(
@@ -337,8 +342,7 @@ def refuse_other_rows(mixing: Mixing, rows: CutRows) -> None:
                 f" {shown(use.file, use.line)}: cut all rows of a batch at the same places"
             )
         if use.kind == "condition":
-            whole = case(use, rows.length)
-            part = next((count for count in rows.counts if case(use, count) != whole), None)
+            part = part_of_another_case(use, rows.length, rows.counts)
             if part is not None:
                 raise UnsupportedError(
                     f"the model decides by the length of a row at {shown(use.file, use.line)} (is"

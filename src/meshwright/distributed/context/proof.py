@@ -22,7 +22,7 @@ from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.logits_tape import shown
 from meshwright.introspection.mixing.arithmetic import computing_flex
-from meshwright.introspection.mixing.measure import LENGTHS, batches, refuse_other_masks
+from meshwright.introspection.mixing.measure import LENGTHS, batches, long_row, plain_rows, refuse_other_masks
 from meshwright.introspection.mixing.values import COUNTS
 from meshwright.introspection.premises.playing import Decisions, FixedDraws, Line, Values, decides, watched
 from meshwright.introspection.signature import Signature, logits_of
@@ -30,7 +30,8 @@ from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of
 from meshwright.planning.context.plan import ContextPlan
 
-from .rows import MASK, CutRows, select
+from .modules import part_of_another_case
+from .rows import MASK, CutRows, cut_rows, select
 from .runtime import wrap_modules
 
 ALWAYS = ("plain", "packed")
@@ -54,8 +55,9 @@ def prove(facts: ModelFacts, plan: ContextPlan) -> dict[str, str]:
         model, plan_of_copy = small_and_plan(facts, plan)
         found: dict[str, str] = {}
         for kind, batch in rehearsed(model).items():
-            for training in (True, False) if kind == "plain" else (True,):
-                found[kind] = found.get(kind) or _why_wrong(facts, plan_of_copy, model.train(training), kind, batch)
+            found[kind] = _why_wrong(facts, plan_of_copy, model.train(), kind, batch)
+            if kind == "plain" and not found[kind]:
+                found[kind] = _why_wrong(facts, plan_of_copy, model.eval(), kind, long_row_of(model, plan, batch))
             if kind == "plain" and not found[kind]:
                 found[kind] = _why_wrong_for_others(facts, plan_of_copy, model.train(), kind, batch)
             if kind in ALWAYS and (why := found.pop(kind)):
@@ -144,7 +146,7 @@ def _why_wrong(
     reads: Reads | None = None,
 ) -> str:
     """Rehearse one batch, and say how it differs from one process; "" if it does not."""
-    mode = "" if model.training else ", in evaluation mode"
+    mode = "" if model.training else f", in evaluation mode, in rows of {batch['tokens'].shape[1]} tokens"
     start = (
         f"layout.cp = {plan.ranks}: rows of {facts.kind} cut over ranks were rehearsed on a small copy, {kind}{mode},"
         f" and"
@@ -180,6 +182,17 @@ def rehearsed(model: nn.Module) -> dict[str, dict[str, Tensor]]:
             mask[1, where] = 0
             made[kind] = {"tokens": tokens, MASK: mask}
     return made
+
+
+def long_row_of(model: nn.Module, plan: ContextPlan, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a row as long as the model takes, if its parts are no other case to it; else ``batch``, of plain rows."""
+    conditions = [use for use in plan.mixing.lengths if use.kind == "condition"]
+    for length in range(long_row(model), batch["tokens"].shape[1], -1):
+        rows = plain_rows(model, length)
+        counts = cut_rows(rows, plan.ranks, 0, cut=plan.cut).counts
+        if all(part_of_another_case(use, length, counts) is None for use in conditions):
+            return {key: value[:1] for key, value in rows.items()}
+    return batch
 
 
 @dataclass

@@ -322,7 +322,7 @@ def prove(facts: ModelFacts, plan: TensorPlan, *, sums_at_once: bool = False) ->
         return
     sample = facts.measurements.structure(plan.ranks).sample
     small = plan.for_sample(sample, model)
-    for inputs, logits in _performances(sample):
+    for inputs, logits in _performances(sample, plan.ranks):
         run = partial(rehearse, plan=small, inputs=inputs, logits=logits, sums_at_once=sums_at_once)
         try:
             why = why_wrong(sample.model, run)
@@ -338,12 +338,12 @@ Logits = Literal["whole", "own", "never"]
 """How a loss is computed: from all logits on every rank, from each rank's part of them, or by the head in chunks."""
 
 
-def _performances(sample: Sample) -> Iterator[tuple[dict[str, Any], Logits]]:
-    """Yield the cases to rehearse: every kind of loss, a padding mask, a length that does not divide, images."""
+def _performances(sample: Sample, ranks: int) -> Iterator[tuple[dict[str, Any], Logits]]:
+    """Yield the cases to rehearse: every kind of loss, a padding mask, a long row that does not divide, images."""
     yield sample.inputs[0], "own"
     yield sample.inputs[-1], "whole"
-    name, tokens = next(iter(sample.inputs[0].items()))
-    yield sample.inputs[0] | {name: tokens[:, :-1]}, "never"
+    name, tokens = next(iter(sample.long.items()))
+    yield sample.long | {name: tokens[:1, tokens.shape[1] % ranks == 0 :]}, "never"
     if sample.pictured is not None:
         yield sample.pictured, "own"
 

@@ -21,7 +21,7 @@ from meshwright.introspection.mixing.masks import MaskRule, rule_of
 from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes, find_length_uses
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
-from meshwright.introspection.small.sample import ids_of, samples_of
+from meshwright.introspection.small.sample import ids_of, longest_row, samples_of
 
 from .arithmetic import FlexCalls, PlaceMask, allowed_of, arithmetic_of, computing_flex, far_rules
 from .interception import (
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 ROWS = 2
 LENGTHS = (48, 26, 13, 7, 4)
 """Tokens of the rows on which masks are read: the first number that the model takes. Rehearsals begin at the second: no
-multiple of a number of ranks.
+multiple of a number of ranks. Where tokens meet far apart, and what begins at a length, is seen on long rows.
 """
 
 
@@ -102,9 +102,7 @@ def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[di
     signature, last, length = Signature.of(model), None, 0
     plain: dict[str, Tensor] = {}
     for length in lengths:
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=generator)
-        plain = {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
+        plain = plain_rows(model, length)
         try:
             with torch.no_grad(), computing_flex():
                 model(**signature.inputs(plain, CPU))
@@ -120,6 +118,20 @@ def batches(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Iterator[di
         documents = torch.stack([documents_of(length, shift) for shift in range(ROWS)])
         starts = torch.stack([torch.searchsorted(row, row) for row in documents])
         yield plain | {"positions": plain["positions"] - starts, "document_ids": documents}
+
+
+def plain_rows(model: nn.Module, length: int) -> dict[str, Tensor]:
+    tokens = torch.randint(0, ids_of(model), (ROWS, length), generator=torch.Generator().manual_seed(0))
+    return {"tokens": tokens, "positions": torch.arange(length).expand(ROWS, -1).contiguous()}
+
+
+def long_row(model: nn.Module) -> int:
+    """Return the tokens of the longest rows that a small copy takes, a number that none of its weights has."""
+    signature = Signature.of(model)
+    with computing_flex():
+        longest = longest_row(model, lambda length: model(**signature.inputs(plain_rows(model, length), CPU)))
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    return next(length for length in range(longest, 0, -1) if length not in sizes)
 
 
 def _failed(model: nn.Module, error: Exception | None) -> UnsupportedError:
@@ -254,7 +266,8 @@ def measure_mixing(model: nn.Module) -> Mixing:
                 raise  # flex_attention of whole rows has no backward on a CPU, and could not be rehearsed
             refused[path] = error
     reasons = {path: str(error) for path, error in refused.items()}
-    mixers = list(find_mixers(model, list(batches(model, LENGTHS[1:])), [c.path for c in callers], reasons, computing))
+    rows = [*batches(model, LENGTHS[1:]), plain_rows(model, long_row(model))]
+    mixers = list(find_mixers(model, rows, [c.path for c in callers], reasons, computing))
     if stays := next((path for path in refused if path not in {mixer.path for mixer in mixers}), None):
         raise refused[stays]
     if not seen and not mixers:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, is_within, owner, pattern
@@ -28,6 +31,12 @@ from .copies import carry_functions, codes_in, compute_wide, copy_of
 
 Answer = TypeVar("Answer")
 ROWS, SEQ = 2, 6
+LONG = 509
+"""Tokens of the rows in which it is seen whether tokens meet far apart, and what begins at a length or a place."""
+LARGEST_COST = 1_000_000_000
+"""Tokens times parameters beyond which rows are shorter than ``LONG``."""
+LOOPED = 500
+"""Calls of torch beyond those of short rows for which rows are shorter than ``LONG`` too: loops over tokens."""
 REPEATED = 16
 """Number of repetitions of a sample's rows if many features are pushed in one run, each in rows of its own."""
 LARGEST = 20_000_000
@@ -66,6 +75,17 @@ class Sample:
             key: value.repeat(REPEATED, 1) if isinstance(value, Tensor) else value
             for key, value in self.inputs[0].items()
         }
+
+    @cached_property
+    def long(self) -> dict[str, Any]:
+        """The plain inputs, with rows as long as the copy takes them."""
+        name, tokens = next(iter(self.inputs[0].items()))
+        places = torch.randint(SEQ, (LONG,), generator=torch.Generator().manual_seed(0))
+
+        def made(length: int) -> dict[str, Any]:
+            return self.inputs[0] | {name: tokens[:, places[:length]]}
+
+        return made(longest_row(self.model, lambda length: self.model(**made(length))))
 
 
 def samples_of(model: nn.Module, ranks: int, *, few_experts: bool = False) -> Iterator[Sample]:
@@ -144,6 +164,39 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
         read = _read(made, shown) - _read(made, inputs[0])
         of_images += tuple(sorted(name for name in read if not any(is_within(name, module) for module in of_images)))
     return Sample(made, blocks, inputs, heads, shown, of_images)
+
+
+class _Calls(TorchFunctionMode):
+    """Counts the calls of torch."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def longest_row(model: nn.Module, run: Callable[[int], object]) -> int:
+    """Return the tokens of the longest rows with which a copy runs, up to ``LONG`` and at bounded cost."""
+
+    def fails(length: int) -> bool:
+        try:
+            with torch.no_grad():
+                run(length)
+        except Exception:  # noqa: BLE001  (whatever a model's code raises: tables of positions end)
+            return True
+        return False
+
+    def calls(length: int) -> int:
+        with torch.no_grad(), _Calls() as seen:
+            run(length)
+        return seen.count
+
+    cost = ROWS * sum(parameter.numel() for parameter in model.parameters())
+    most = max(SEQ, min(LONG, LARGEST_COST // cost))
+    most = most if not fails(most) else SEQ + bisect_left(range(SEQ + 1, most), True, key=fails)
+    more = count - calls(SEQ) if (count := calls(most)) > LOOPED else 0
+    return most if more <= LOOPED else SEQ + (most - SEQ) * LOOPED // more
 
 
 def uncalled(model: nn.Module, inputs: dict[str, Any]) -> tuple[str, ...]:

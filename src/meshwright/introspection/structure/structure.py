@@ -17,9 +17,9 @@ from meshwright.introspection.blocks import hints_of, repeated_blocks
 from meshwright.introspection.calls import Call, watching
 from meshwright.introspection.deferred_logits import Tail, find_tail
 from meshwright.introspection.signature import logits_of
-from meshwright.introspection.small.sample import SEQ, Sample, layouts_of, on_samples
+from meshwright.introspection.small.sample import Sample, layouts_of, on_samples
 from meshwright.introspection.structure.local_search import LocalForm, line_that_stops, local_form
-from meshwright.introspection.structure.probe import PUSHED, ROUNDING, Probe, find_others, record, side_by_side
+from meshwright.introspection.structure.probe import ROUNDING, Probe, find_others, record, side_by_side
 from meshwright.introspection.structure.regions import Region, find_regions, resized, shapes_of
 
 
@@ -114,7 +114,8 @@ def measure(sample: Sample, model: nn.Module) -> tuple[Structure, Tried]:
                 f"the blocks {pattern(here[0])} of {type(model).__name__} are not called in a forward of token ids"
                 f" alone: {what}. Set layout.tp = 1 and layout.pp = 1."
             )
-        kind = _kind(first_probes[called], tuple(paths[key]))
+        far = record(sample.model, sample.long, [called], residual=residual)[0].get(called, first_probes[called])
+        kind = _kind(first_probes[called], far, tuple(paths[key]))
         tried.append(([run[0][called] for run in runs], kind.regions))
         sizes = shapes_of(first_probes[called].block), shapes_of(model.get_submodule(paths[key][0]))
         kinds.append(
@@ -152,7 +153,8 @@ def _is_of_images(sample: Sample, path: str) -> bool:
     return any(is_within(path, module) for module in sample.of_images)
 
 
-def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
+def _kind(probe: Probe, far: Probe, blocks: tuple[str, ...]) -> BlockKind:
+    """Describe a kind of blocks by a probe of one, and another probe of it, ``far``, called with long rows."""
     hidden = probe.hidden  # checked first, since the rest takes long
     probe.refuse_slow()
     regions = find_regions(probe)
@@ -168,7 +170,7 @@ def _kind(probe: Probe, blocks: tuple[str, ...]) -> BlockKind:
         gathers=gathers,
         norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
         summed=_summed(probe, regions),
-        mixes_outside=_mixes_outside(probe, regions),
+        mixes_outside=_mixes_outside(far, regions),
         strange=tuple(
             find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])
         ),
@@ -192,21 +194,25 @@ def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
 
 
 def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
-    """Return whether, with the ends of all regions held, a push of the residual stream at one token reaches others."""
+    """Return whether, with the ends of all regions held, pushes of the residual stream at two tokens reach others.
+
+    The first token is pushed in one row, and the last in the other: each distance is between them and some token, or
+    between the second one of a row, at a third of it, and some token.
+    """
     held = {region.consumer: probe.output_of(region.consumer) for region in regions}
+    places, third = torch.zeros(probe.shape, dtype=torch.bool), probe.shape[1] // 3
+    places[0, [0, third]] = places[1, [-1, -1 - third]] = True
 
     def push(hidden: Tensor) -> Tensor:
         pushed = hidden.clone()  # not equal for all features: a norm that centres would hide it
-        pushed[:, PUSHED] += torch.randn(
-            pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0)
-        )
+        pushed[places] += torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
         return pushed
 
     with torch.no_grad(), probe.giving(held):
         rest = probe.rerun()
         found = probe.rerun(push)
     moved = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
-    return bool(moved[:, :PUSHED].any() or moved[:, PUSHED + 1 :].any())
+    return bool(moved[~places].any())
 
 
 def _ends(sample: Sample, outside: dict[str, list[Call]]) -> tuple[str | None, str | None]:
@@ -237,7 +243,7 @@ def _ends(sample: Sample, outside: dict[str, list[Call]]) -> tuple[str | None, s
 def _counts_tokens_behind(sample: Sample, head: str) -> bool:
     """Return whether the head's input for the first half of the tokens changes if the last block returns only it."""
     entered: list[Tensor] = []
-    half, last = SEQ // 2, sample.blocks[-1]
+    half, last = next(iter(sample.long.values())).shape[1] // 2, sample.blocks[-1]
 
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         entered.append(args[0].clone())
@@ -249,7 +255,7 @@ def _counts_tokens_behind(sample: Sample, head: str) -> bool:
         for watched in ((), [(last, sample.model.get_submodule(last))]):
             # the model's code may raise anything if its sizes do not fit
             with contextlib.suppress(Exception), torch.no_grad(), watching(watched, after=cut):
-                sample.model(**sample.inputs[0])
+                sample.model(**sample.long)
     whole, *part = entered
     return not part or part[0].shape != whole[:, :half].shape or not torch.equal(part[0], whole[:, :half])
 
