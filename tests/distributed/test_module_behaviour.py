@@ -189,13 +189,65 @@ def test_moves_and_casts_are_answered_in_a_sentence():
     assert "techniques={'compile': True}" in told[4] and "no module at 'nothing'" in nothing
 
 
+@pytest.mark.follows("load_state_dict()", "strict=")
+@pytest.mark.parametrize("sizes", [{"dp_shard": 1}, *LAYOUTS.values()], ids=["one process", *LAYOUTS])
+@ranks(lambda sizes: 1 if sizes == {"dp_shard": 1} else 2)
+def test_no_part_is_added_or_replaced_on_a_laid_out_model(sizes):
+    """Its forward and its state are of the parts that were laid out, so it would be ignored."""
+    model, new = laid_out(sizes), nn.Linear(2, 2)
+    acts = {
+        "lm_head": (lambda: setattr(model, "lm_head", new), lambda: setattr(model, "lm_head", None)),
+        "new": (
+            lambda: setattr(model, "new", new),
+            lambda: setattr(model, "new", new.weight),
+            lambda: model.add_module("new", new),
+            lambda: model.register_module("new", new),
+            lambda: model.register_parameter("new", new.weight),
+            lambda: model.register_buffer("new", torch.zeros(1), persistent=False),
+        ),
+    }
+    for name, ways in acts.items():
+        for act in ways:
+            assert f"'{name}' cannot be added or replaced here: the model is laid out" in said(act)
+            assert not hasattr(model, "new")
+    model.note, model.limit = "plain", torch.zeros(1)  # plain values are the user's
+    whole = torch.full_like(built(MAKE).lm_head.weight, 0.25)
+    model.load_state_dict({"lm_head.weight": whole}, strict=False)
+    assert torch.equal(model.state_dict()["lm_head.weight"], whole) and (model.note, model.limit) == ("plain", 0)
+
+
 @ranks(2)
 def test_a_pipeline_says_what_is_there_instead():
     model = laid_out(PIPELINE)
     acts = (lambda: model(BATCH["tokens"]), lambda: model.register_forward_hook(print))
     called, hooked = [said(act) for act in acts]
     assert "layout.pp gives each rank a part of them: use evaluate(batch)" in called
-    assert "register it on a module of this rank" in hooked
+    assert "register it on a module of this rank, model.get_submodule(path), which raises AttributeError" in hooked
+
+
+def hooked(sizes):
+    """The loss with a hook on a block, where it is, and the classes of all modules."""
+    plain, model = built(MAKE), laid_out(sizes)
+    batch, seen = share(model), []
+    for made in (plain, model):
+        for number, factor in enumerate((1.5, 0.5)):
+            try:
+                block = made.get_submodule(f"transformer.h.{number}")
+            except AttributeError as error:
+                seen.append(str(error))
+            else:
+                block.register_forward_hook(lambda module, args, output, factor=factor: factor * output)
+    wanted = F.cross_entropy(plain(BATCH["tokens"]).flatten(0, 1), BATCH["labels"].flatten()).item()
+    kinds = {type(module).__name__ for module in model.modules()} | {type(m).__name__ for m in model.children()}
+    return float(model.forward_backward(batch).loss) - wanted, seen, sorted(kinds)
+
+
+def test_a_pipelines_rank_shows_its_own_modules_alone(spmd):
+    """A stand-in of another rank's block would call a hook a second time."""
+    found = spmd(2, hooked, PIPELINE)
+    for rank, (error, seen, kinds) in enumerate(found):
+        assert abs(error) < 1e-12 and not any(kind.startswith("Absent") for kind in kinds)
+        assert seen == [f"GPT has no module at 'transformer.h.{1 - rank}' on this rank"]
 
 
 def frozen(sizes):
@@ -279,14 +331,57 @@ def test_one_part_of_the_parameters_may_be_trained():
     assert not model.optimizer_step(torch.optim.SGD(few, lr=0.5)).skipped
 
 
-@ranks(2)
-def test_a_parameter_put_in_anothers_place_is_refused_by_ddp_between_two_steps():
-    model = laid_out(DDP)
-    trained(model)
+def replace_layer(model):
+    model.get_submodule("transformer.h.1.mlp").c_fc = nn.Linear(32, 128).double()
+
+
+def append_block(model):
+    model.get_submodule("transformer.h").append(copy.deepcopy(built(MAKE).transformer.h[0]))
+
+
+def replace_parameter(model):
     norm = model.get_submodule("transformer.ln_f")
-    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
-    told = said(lambda: trained(model))
-    assert "transformer.ln_f.weight was changed behind parallelize, or another parameter put in its place" in told
+    norm.weight = nn.Parameter(norm.weight.detach().clone())
+
+
+def tie_weights(model):
+    block = model.get_submodule("transformer.h.0")
+    block.ln_2.weight = block.ln_1.weight
+
+
+CHANGES = {
+    "transformer.h.1.mlp.c_fc.weight": replace_layer,
+    "transformer.h.2.": append_block,
+    "transformer.ln_f.weight": replace_parameter,
+    "transformer.h.0.ln_2.weight": tie_weights,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("sizes", [DDP, FSDP, TENSOR, {"cp": 2, "dp_shard": 1}], ids=["ddp", "fsdp", "tp", "cp"])
+@ranks(2)
+def test_a_parameter_that_was_not_laid_out_is_refused(sizes, name):
+    """No mesh has placed it, and nothing adds up its gradients; what an evaluation has gathered is no other one."""
+    model = laid_out(sizes)
+    model.evaluate(share(model))
+    trained(model)
+    CHANGES[name](model)
+    for act in (lambda: trained(model), lambda: model.evaluate(share(model))):
+        told = said(act)
+        assert told.startswith(f"ConfigError: {name}") and "was added, replaced, tied or taken away behind" in told
+    plain = built(MAKE)
+    CHANGES[name](plain)
+    trained(parallelize(plain, Layout(**sizes), techniques=FP64, audit=False))
+
+
+@ranks(1)
+def test_one_process_trains_what_replaces_a_part():
+    plain, model = built(MAKE), laid_out({"dp_shard": 1})
+    for made in (plain, model):
+        torch.manual_seed(3)
+        replace_layer(made)
+    trained(model)
+    assert furthest(model.state_dict(), plainly_trained(plain).state_dict()) < 1e-12
 
 
 # --- averages

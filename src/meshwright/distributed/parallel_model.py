@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.comparison.sketch import TokensOfRank
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
-from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.names import clean, under
@@ -43,18 +42,18 @@ from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scal
 from .optimizer.parameter_groups import make_parameter_groups, trained_names
 from .order import Applied, applied
 from .pipeline.run import Pipeline
-from .pipeline.split import StagePart, counted_once
+from .pipeline.split import Absent, StagePart, counted_once
 from .process import agree
 from .step import batch as step_batch
 from .step import opening
 from .step.generation import Cacheless, Heard, Sampling, generate, next_logits
 from .step.objective import LossFunction
-from .step.part import ModelPart, OpenedStep, Runner, StepLoss, StepResult
+from .step.part import LaidOut, ModelPart, OpenedStep, Runner, StepLoss, StepResult
 from .step.whole_model import WholeModel
 from .weights import audit, shards
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(LaidOut):
     """A model laid onto a mesh by a plan, made by ``parallelize``.
 
     Attributes:
@@ -91,6 +90,7 @@ class ParallelModel(nn.Module):
         self._declared = DeclaredLosses.of(loss_fn, parts[0].model, signature.takes["tokens"])
         self._adds_up, self._is_checked, self._stepped = adds_up and self._declared is None, False, lambda: None
         self._last_loss: Tensor | None = None
+        self._counted, self._laid = counted_once(self.parts, plan), opening.parameters_of(self._parts)
         self._data_groups = data_groups(mesh)
         self._pipeline_groups = groups_of(mesh, Axis.PP)
         self._copy_groups = groups_of(mesh, *plan.shares.copies)
@@ -221,7 +221,8 @@ class ParallelModel(nn.Module):
         """
         if self._stepped() is not optimizer:  # a weak reference to the last one
             self._stepped = optimizer_step.of_model(optimizer, self.named_parameters())
-        parts = local_gradients(counted_once(self.parts, self.plan))
+        # on a mesh no step takes others than those that were laid out
+        parts = local_gradients(counted_once(self.parts, self.plan) if self.mesh is None else self._counted)
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
@@ -253,6 +254,8 @@ class ParallelModel(nn.Module):
         def bring() -> list[step_batch.Batch]:
             if isinstance(batch, Exception):
                 raise batch
+            if self.mesh is not None:
+                opening.refuse_others(self._parts, self._laid)
             replicated.refuse_other_trained(self.module)
             named: Any = self._opening.named(batch)
             tokens = named.get("tokens") if isinstance(named, dict) else None
@@ -349,8 +352,7 @@ class ParallelModel(nn.Module):
 
     def expert_load(self) -> list[experts.LayerLoad]:
         """Report the spread of training tokens over layers' experts, if any, since the last call (collective)."""
-        groups = self._token_groups, self._pipeline_groups
-        return [] if self._expert_load is None else self._expert_load.take(*groups)
+        return self._expert_load.take(self._token_groups, self._pipeline_groups) if self._expert_load else []
 
     def action_times(self) -> tuple[int, list[tuple[Action, float, float]]] | None:
         """Return this rank on the pipeline axis, and its last step's actions with begin and end (epoch seconds).
@@ -376,7 +378,11 @@ class ParallelModel(nn.Module):
     # --- attributes of the user's
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the model keeps under this name (``model.temperature = 0.5``) on every local part."""
+        """Set what the model keeps under this name (``model.temperature = 0.5``) on every local part; no module."""
+        if "_runner" in self.__dict__ and name not in self.__dict__:
+            tables = [table for part in self.parts for table in (part._modules, part._parameters, part._buffers)]
+            if isinstance(value, nn.Module) or any(name in table for table in tables):
+                self.add_module(name)
         for keeper in self._keeping(name) or [super()]:
             keeper.__setattr__(name, value)
 
@@ -426,12 +432,12 @@ class ParallelModel(nn.Module):
         memo = set() if memo is None else memo
         for model in self.parts:
             for path, module in model.named_modules(memo, remove_duplicate=remove_duplicate):
-                if path:
+                if path and not isinstance(module, Absent):
                     yield under(prefix, clean(path)), module
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         for model in self.parts:
-            yield from model.named_children()
+            yield from (child for child in model.named_children() if not isinstance(child[1], Absent))
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return the module at a global path, of this rank."""
@@ -486,49 +492,13 @@ class ParallelModel(nn.Module):
         """Register a hook that runs behind each forward of the model, in ``forward_backward`` too."""
         return self._whole("register_forward_hook").register_forward_hook(*args, **kwargs)
 
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise UnsupportedError: such a hook would see one microbatch of one rank."""
-        raise UnsupportedError(
-            "a backward hook of the whole model would see one rank's gradient of one microbatch: register it on a"
-            " module (get_submodule), or read the gradients behind forward_backward"
-        )
-
-    register_full_backward_pre_hook = register_full_backward_hook
-    register_backward_hook = register_full_backward_hook
-
     def _whole(self, what: str) -> nn.Module:
         if self.plan.pipeline is not None:
             raise UnsupportedError(
                 f"{what} is about a whole forward, and layout.pp gives each rank a part of it: register it on a module"
-                f" of this rank, model.get_submodule(path)"
+                f" of this rank, model.get_submodule(path), which raises AttributeError for those of other ranks"
             )
         return self.parts[0]
-
-    # --- refusals
-
-    def to(self, *args: Any, **kwargs: Any) -> ParallelModel:
-        """Return the model if it is there already, and of that dtype; else raise ConfigError."""
-        for wanted in (*args, kwargs.get("device"), kwargs.get("dtype")):
-            is_so = wanted is None or isinstance(wanted, bool)
-            if isinstance(wanted, torch.dtype):
-                is_so = wanted == torch_dtype(self.plan.precision.master)
-            elif isinstance(wanted, (str, torch.device)):
-                is_so = torch.device(wanted).type == self.plan.device
-            if not is_so:
-                self._apply(None)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise ConfigError(
-            f"the model is laid out: its weights lie on {self.plan.device} in {self.plan.precision.master}, as shards"
-            f" that torch's groups and buckets know, so .to, .half and the like can neither move nor cast it. Choose"
-            f" the device by the mesh, and dtypes by parallelize(..., techniques={{'precision': {{'master':"
-            f" 'bfloat16'}}}})"
-        )
-
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigError: blocks are compiled by the plan."""
-        raise ConfigError("the model is laid out: have it compiled by parallelize(..., techniques={'compile': True})")
 
     # --- state
 

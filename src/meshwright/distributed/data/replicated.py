@@ -27,11 +27,8 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
+class Trained(dict[str, nn.Parameter]):
     """The parameters whose gradients a DDP wrapper reduces, by name."""
-
-    parameters: dict[str, nn.Parameter]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +99,11 @@ def _show_tensors(model: nn.Module, output: Any, reduction: str) -> Any:
 def refuse_other_trained(module: nn.Module) -> None:
     """Raise ConfigError if requires_grad changed since DDP was built: DDP reduces the gradients known then."""
     known = recall(module, Trained) if isinstance(module, DistributedDataParallel) else None
-    of_ddp = {*map(id, known.parameters.values())} if known is not None else set()
-    if known is not None and of_ddp != {id(p) for p in parameters_in(module) if p.requires_grad}:
-        then, now = known.parameters, _trained(module)
-        name = min(name for name in {**then, **now} if then.get(name) is not now.get(name))
+    if known is not None and {*map(id, known.values())} != {id(p) for p in parameters_in(module) if p.requires_grad}:
         raise ConfigError(
-            f"requires_grad of {name} was changed behind parallelize, or another parameter put in its place, and"
-            f" DDP reduces the gradients that it knew at the start. Lay the model out again (a checkpoint carries it"
-            f" over), or set techniques.data_parallel = fully_shard, which follows."
+            f"requires_grad of {min(known.keys() ^ _trained(module).keys())} was changed behind parallelize, and DDP"
+            f" reduces the gradients that it knew at the start. Lay the model out again (a checkpoint carries it over),"
+            f" or set techniques.data_parallel = fully_shard, which follows."
         )
 
 

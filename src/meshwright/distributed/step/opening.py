@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.core.axes import Axis
 from meshwright.core.errors import ConfigError
+from meshwright.core.names import clean
+from meshwright.core.torch_private import parameters_in
 from meshwright.distributed import experts
 from meshwright.distributed.context import runtime
 from meshwright.distributed.context.rows import PLACES, CutBatch
 from meshwright.distributed.context.runtime import ContextRuntime
+from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
@@ -29,7 +32,7 @@ from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.plan import Plan
 
 from . import batch as step_batch
-from .part import OpenedStep
+from .part import ModelPart, OpenedStep
 
 HALF = 4
 """Tokens of each of a row's two documents."""
@@ -52,6 +55,27 @@ def stay_apart(logits: Callable[[Mapping[str, Tensor]], Tensor]) -> bool:
         influence.append(float((one - other).norm()))
     seen, kept = influence
     return kept <= LEAKS * seen and seen > 0
+
+
+def parameters_of(parts: Sequence[ModelPart]) -> dict[int, nn.Parameter]:
+    """Return a rank's parameters by their identities, which no other one takes over while they are held."""
+    return {id(parameter): parameter for part in parts for parameter in parameters_in(part.module)}
+
+
+def refuse_others(parts: Sequence[ModelPart], laid: Mapping[int, nn.Parameter]) -> None:
+    """Raise ConfigError if a rank's parameters are not those that were laid out: the mesh would train them apart."""
+    if parameters_of(parts).keys() == laid.keys():
+        return
+    for part in parts:
+        fully_sharded.reshard(part.model)  # an evaluation may have left gathered ones in their places
+    now = {clean(name): parameter for part in parts for name, parameter in part.model.named_parameters()}
+    if {*map(id, now.values())} != laid.keys():
+        others = [name for name, parameter in now.items() if id(parameter) not in laid]
+        others += [fact.name for part in parts for fact in part.facts.parameters if fact.name not in now]
+        raise ConfigError(
+            f"{others[0]} was added, replaced, tied or taken away behind parallelize: the layout has not placed what is"
+            f" there now, and each rank would train its own. Make the change in the model that parallelize is given."
+        )
 
 
 @dataclass

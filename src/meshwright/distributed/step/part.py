@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.core.dtypes import torch_dtype
+from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.pipeline.schedule import Action
 from meshwright.planning.plan import Plan
@@ -38,6 +41,56 @@ class ModelPart:
     def model(self) -> nn.Module:
         """The module without a wrapper."""
         return self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+
+
+class LaidOut(nn.Module):
+    """A module that refuses what would change it behind its layout: device and dtypes, modules and tensors."""
+
+    plan: Plan
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the model if it is there already, and of that dtype; else raise ConfigError."""
+        for wanted in (*args, kwargs.get("device"), kwargs.get("dtype")):
+            is_so = wanted is None or isinstance(wanted, bool)
+            if isinstance(wanted, torch.dtype):
+                is_so = wanted == torch_dtype(self.plan.precision.master)
+            elif isinstance(wanted, (str, torch.device)):
+                is_so = torch.device(wanted).type == self.plan.device
+            if not is_so:
+                self._apply(None)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise ConfigError(
+            f"the model is laid out: its weights lie on {self.plan.device} in {self.plan.precision.master}, as shards"
+            f" that torch's groups and buckets know, so .to, .half and the like can neither move nor cast it. Choose"
+            f" the device by the mesh, and dtypes by parallelize(..., techniques={{'precision': {{'master':"
+            f" 'bfloat16'}}}})"
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigError: blocks are compiled by the plan."""
+        raise ConfigError("the model is laid out: have it compiled by parallelize(..., techniques={'compile': True})")
+
+    def add_module(self, name: str, *unused: Any, **options: Any) -> NoReturn:
+        """Raise ConfigError: no forward would read it, and no state dict would have it."""
+        raise ConfigError(
+            f"'{name}' cannot be added or replaced here: the model is laid out, and neither its forward nor its state"
+            f" would have the new one. Change the model before parallelize; whole tensors give its parameters other"
+            f" values by model.load_state_dict({{name: tensor}}, strict=False)"
+        )
+
+    register_parameter = register_buffer = add_module  # type: ignore[assignment]
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedError: such a hook would see one microbatch of one rank."""
+        raise UnsupportedError(
+            "a backward hook of the whole model would see one rank's gradient of one microbatch: register it on a"
+            " module (get_submodule), or read the gradients behind forward_backward"
+        )
+
+    register_full_backward_pre_hook = register_full_backward_hook
+    register_backward_hook = register_full_backward_hook
 
 
 class Runner(Protocol):
