@@ -91,14 +91,14 @@ def test_a_folder_of_transformers_is_evaluated_as_transformers_computes(ask, mod
 def test_files_of_token_ids_are_read_to_their_last_tokens(ask, run, tmp_path, cache):
     texts, found = [b"one plan " * 9, b"a mesh", b"rank " * 30], []
     (tmp_path / "all").mkdir()
+    words = ["--data.seq_len=64", f"--data.cache={cache}"]
     for n, text in enumerate(texts):
         file = f"{n}.npy"
         np.save(tmp_path / file, np.array([*text, 256, *text], dtype=np.uint16))
         shutil.copy(tmp_path / file, tmp_path / "all")
-        words = ["--data", tmp_path / file, "--data.seq_len=64", f"--data.cache={cache}"]
-        found.append(figures(ask, run, *words))
+        found.append(figures(ask, run, "--data", tmp_path / file, *words))
         assert found[-1]["tokens"] == 2 * len(text) - 1 and found[-1]["rows"] == -(-(2 * len(text) + 1) // 64)
-    every = figures(ask, run, "--data", tmp_path / "all", *words[2:])
+    every = figures(ask, run, "--data", tmp_path / "all", *words)
     assert every["tokens"] == sum(one["tokens"] for one in found) and every["rows"] == sum(one["rows"] for one in found)
     assert every["loss"] * every["tokens"] == pytest.approx(sum(one["loss"] * one["tokens"] for one in found), rel=1e-6)
 

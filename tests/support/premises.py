@@ -235,6 +235,33 @@ class WarmBlocks(Sound):
         return BlockThatCounts()
 
 
+class BlockThatDraws(Block):
+    noise = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(x.shape[-1], generator=self.noise, dtype=x.dtype))
+
+
+class OwnGenerator(Sound):
+    """Draws from a generator that torch's checkpoint does not know."""
+
+    def block(self) -> nn.Module:
+        return BlockThatDraws()
+
+
+class BlockOfFixedNoise(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape[-1], generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+        return super().forward(x * torch.rand(x.shape[-1], dtype=x.dtype) * noise)
+
+
+class FixedNoise(Sound):
+    """Sound: its generator begins anew in each call, and the other is torch's own."""
+
+    def block(self) -> nn.Module:
+        return BlockOfFixedNoise()
+
+
 class ShiftsLater(Sound):
     def add(self) -> None:
         self.calls = 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from meshwright.observation.blame import Blame
-from meshwright.observation.traces import NOTHING, Run, left_to_next_turn, matched, places_in, steps_away
+from meshwright.observation.patches import before
+from meshwright.observation.recorder import Recorder
+from meshwright.observation.traces import NOTHING, Run, left_to_next_turn, matched, of_rounding, places_in, steps_away
 
 
 @pytest.mark.parametrize(
@@ -98,3 +103,23 @@ def test_models_that_take_turns_in_one_process_are_compared_turn_by_turn():
     turns = left_to_next_turn({"steps": one}, many)["steps"]
     assert [turn.get("left") for turn in turns] == [one[2]["before"], one[3]["before"], None, None]
     assert not Run(None, [{"steps": one}] * 2).aligned({"steps": one}).turns  # type: ignore[arg-type]
+
+
+def test_gradients_that_are_rounding_in_every_step_are_named():
+    def norms(**found: float) -> dict[str, Any]:
+        return {"gradients": {name: {"norm": norm} for name, norm in found.items()} | {"none": None}}
+
+    steps = [norms(w=1.0, shift=2e-8, idle=0.0, late=1e-9), norms(w=0.5, shift=1e-8, idle=0.0, late=0.1)]
+    assert of_rounding(steps) == {"shift"} and of_rounding(steps[:1]) == {"shift", "late"}
+
+
+def test_a_tensor_that_is_unpickled_is_no_file_that_is_read():
+    recorder, file = Recorder({"folder": ""}), io.BytesIO()
+    with patch.object(torch, "load", torch.load):
+        before(torch, "load", recorder.loaded)
+        pickle.loads(pickle.dumps(torch.ones(2)))
+        assert recorder.now["loaded"] == []
+        torch.save(torch.ones(2), file)
+        file.seek(0)
+        torch.load(file)
+    assert recorder.now["loaded"] == ["before"]

@@ -358,6 +358,10 @@ CASES = [
     refuse("state_stays", MODELS["WarmBlocks"], ONE, {"activation_checkpointing": "full"}, UnsupportedError,
         "techniques.activation_checkpointing = full calls forwards of WarmBlocks a second time, and they keep state:"
         " layers.0.calls,", "layers.1.calls, which would be written twice."),
+    refuse("state_stays", MODELS["OwnGenerator"], ONE, {"activation_checkpointing": "every_n"}, UnsupportedError,
+        "techniques.activation_checkpointing = every_n calls forwards of OwnGenerator a second time, and they keep",
+        "state: the torch.Generator that layers.0 draws from, the torch.Generator that layers.1 draws from, which",
+        "would be written twice. Set it to none"),
     refuse("weights_are_read_only", MODELS["Clipped"], DDP2, {}, UnsupportedError,
         "a forward of Clipped writes its parameters: embedding.weight."),
     refuse("parameters_are_reached", MODELS["ForOneToken"], TP2, {}, UnsupportedError,

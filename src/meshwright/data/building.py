@@ -29,7 +29,7 @@ from .corpus import (
     write_corpus,
 )
 from .formats import RECORD_FORMATS, BadRow, Record, digest_of, digest_of_bytes, first_record, kind_of, kinds_listed
-from .images import NO_IMAGES, ImageFile, Vision
+from .images import NO_IMAGES, ImageFile, Vision, places_of_images
 from .options import SourceOptions
 from .scan import Scan, SourceFile
 from .tasks import Task, choose_task
@@ -225,10 +225,9 @@ class Encoder:
                 f" put before them once more: they have it once"
             )
         if self._endless and not self.ends_answers:
-            others = "the others" if self._unmarked else "each"
             does = [f"learns the one that it writes behind {self._unmarked:,}, unmarked"] * bool(self._unmarked)
-            if self._endless > self._unmarked:
-                does.append(f"puts {self._name(self.tokenizer.end_of_document)} behind {others}")
+            put = f"puts {self._name(self.tokenizer.end_of_document)} behind {'the others' if does else 'each'}"
+            does += [put] * (self._endless > self._unmarked)
             marks = ", as its marks have it," if self._unmarked else ","
             notes.append(
                 f"{self._endless:,} of {self._answers:,} answers have no special token at their end, by the chat"
@@ -265,18 +264,6 @@ def learnt_tokens(example: Example, ends: np.ndarray, is_special: np.ndarray) ->
     holds_last = holds_last[holds_last < len(ends)]
     found[holds_last] |= ~is_special[holds_last]
     return found
-
-
-def places_of_images(example: Example, ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
-    """Return the first token of each image of an example, the token behind its last, and its file; ``ends`` has the
-    index of the last character of each token.
-    """
-    images = getattr(example, "images", ())
-    if not images:
-        return []
-    bounds = np.cumsum([0, *(len(text) for text, _ in example)])
-    edges = [np.searchsorted(ends, bounds[[piece, piece + 1]]).tolist() for piece, _ in images]
-    return [(begin, end, file) for (begin, end), (_, file) in zip(edges, images, strict=True)]
 
 
 def _batches(examples: Examples) -> Iterator[list[tuple[str, Example]]]:

@@ -517,3 +517,15 @@ class PixelReader:
             batch[self.processor.token_kinds] = self.processor.kinds_of(batch["tokens"])
         pixels, counts = self.processor.pixels([[open_image(image) for image in images] for images in files])
         return batch | {PER_ROW: counts} | pixels
+
+
+def places_of_images(example: tuple[tuple[str, bool], ...], ends: np.ndarray) -> list[tuple[int, int, ImageFile]]:
+    """Return the first token of each image of an example, the token behind its last, and its file; ``ends`` has the
+    index of the last character of each token.
+    """
+    images = getattr(example, "images", ())
+    if not images:
+        return []
+    bounds = np.cumsum([0, *(len(text) for text, _ in example)])
+    edges = [np.searchsorted(ends, bounds[[piece, piece + 1]]).tolist() for piece, _ in images]
+    return [(begin, end, file) for (begin, end), (_, file) in zip(edges, images, strict=True)]

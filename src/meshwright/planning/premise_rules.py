@@ -117,6 +117,8 @@ def state_stays(case: Case) -> Found:
     paths = checkpointed_modules(case.facts, case.techniques) if recomputes else ()
     paths = ("",) if mode == "memory_budget" else paths  # the compiler chooses
     twice = [w.name for w in seen.buffers if any(is_within(w.name, path) for path in paths)]
+    drawing = [one for one in seen.generators if any(is_within(pattern(one), pattern(path)) for path in paths)]
+    twice += [f"the torch.Generator that {one or kind} draws from" for one in drawing]
     again = _some(twice) or (state if recomputes and not written else "")
     if again:
         yield UnsupportedError(

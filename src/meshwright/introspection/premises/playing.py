@@ -186,6 +186,7 @@ class HeldRandomness(EagerDispatchMode):
     Attributes:
         tosses: whether a number was read that depends on draws alone.
         decides: whether a number was read, or an operator returned a tensor whose size depends on the data.
+        generators: state behind a first draw from a generator that is given to the operator, by module.
         within: paths of the modules whose forwards run, the innermost last.
         reads: what was read, by file and line, the module, and the count of reads there so far.
         sizes: places where a size that depends on the data, or a list of them, was seen.
@@ -203,6 +204,7 @@ class HeldRandomness(EagerDispatchMode):
         self.level, self.tosses, self.instead = level, False, instead
         self.turned, self.stacks, self.reads, self.within = turned, stacks, dict[tuple, Reading](), [""]
         self.decides, self.sizes, self._signs = False, list[tuple](), dict[int, int]()
+        self.generators = dict[str, bytes]()
         self._numbers: dict[int, float] = {}  # that truths compare, by the truth's storage
         self._times: dict[tuple, int] = {}
         self._held = dict[int, Any]()  # storages: freed memory could become another tensor's
@@ -257,6 +259,8 @@ class HeldRandomness(EagerDispatchMode):
             self.decides = True
             self.sizes += [(*model_line(), self.within[-1])] * by_tokens
         if draws:
+            if (own := kwargs.get("generator")) is not None and self.within[-1] not in self.generators:
+                self.generators[self.within[-1]] = own.get_state().numpy().tobytes()
             out = _still(func, args, out, self.level)
         if depends:
             self._note(out, by_tokens, by_draws, sign)

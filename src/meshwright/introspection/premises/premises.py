@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
+from meshwright.introspection.calls import watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
@@ -154,6 +155,7 @@ class Premises:
         conditional: parameters to which some rows give a gradient and others give none.
         unused: parameters to which no row that was tried gives a gradient.
         sparse: parameters whose gradients are sparse tensors.
+        generators: modules that go on drawing from a ``torch.Generator`` of their own in each call.
         losses: places of the model's own losses in its output.
         unknown: why the observation failed; else "".
     """
@@ -169,6 +171,7 @@ class Premises:
     unused: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    generators: tuple[str, ...] = ()
     unknown: str = ""
 
     @property
@@ -209,14 +212,8 @@ def _on_copies(model: nn.Module) -> Premises:
                     trouble = error
     except Exception as error:  # noqa: BLE001
         trouble = trouble or error
-    norm = next(
-        (
-            f"{clean(path)} ({type(m).__name__})"
-            for path, m in model.named_modules()
-            if isinstance(m, BATCH_NORMS) and m.training
-        ),
-        "",
-    )
+    norms = ((clean(path), m) for path, m in model.named_modules() if isinstance(m, BATCH_NORMS) and m.training)
+    norm = next((f"{path} ({type(m).__name__})" for path, m in norms), "")
     return Premises(mixes_rows=norm, unknown=f"{type(trouble).__name__}: {trouble}".splitlines()[0])
 
 
@@ -267,8 +264,7 @@ def _with_images(model: nn.Module, tokens: Tensor, found: Premises) -> Premises:
 
     def play_of(first: int, last: int, offset: int | None = None) -> Play:
         rows = rows_of(batch, first, last)
-        own = rows.pop("tokens")
-        return played(model, own, offset=offset, beside=rows)
+        return played(model, rows.pop("tokens"), offset=offset, beside=rows)
 
     together, halves = play_of(0, ROWS), [play_of(0, 2, 0), play_of(2, ROWS, 2)]
     return replace(
@@ -419,7 +415,8 @@ def _more_plays(model: nn.Module, first: Tensor, together: Play) -> Iterator[Pla
 def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises) -> Premises:
     made, other, fewer = copy_of(model), copy_of(model), copy_of(model)
     before = _state(made)
-    once, counted = _outputs(made, first), numbers(made)
+    drawn: dict[str, bytes] = {}
+    once, counted = _outputs(made, first, drawn), numbers(made)
     after = _state(made)
     twice, state = _outputs(made, first), _state(made)
     counts = tuple(path for path, value in numbers(made).items() if path in counted and value != counted[path])
@@ -455,13 +452,30 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
         changes=(counts or ("outputs",)) if changed and not explained else (),
         counts_rows=tuple(path for path in counts if path in by_number) if changed else (),
         remembers=_unlike(twice, behind_another) and not explained,
+        generators=_drawing(made, first) if drawn else (),
     )
 
 
-def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    with HeldRandomness(tokens), torch.no_grad():
+def _outputs(model: nn.Module, tokens: Tensor, drawn: dict[str, bytes] | None = None) -> dict[str, Tensor]:
+    held = HeldRandomness(tokens)
+    held.generators = held.generators if drawn is None else drawn
+    with held, torch.no_grad():
         output, _ = called(model, tokens)
         return {name: value.clone() for name, value in parts(output, len(tokens))[0].items()}
+
+
+def _drawing(model: nn.Module, tokens: Tensor) -> tuple[str, ...]:
+    """List the modules that go on drawing from a generator of their own in a second call."""
+
+    def states() -> dict[str, bytes]:
+        held = HeldRandomness(tokens)
+        enter, leave = lambda path, *_: held.within.append(path), lambda *_: (held.within.pop(), None)[1]
+        with watching(model.named_modules(), enter, leave), held, torch.no_grad():
+            called(model, tokens)
+        return held.generators
+
+    first, second = states(), states()
+    return tuple(path for path, state in first.items() if second.get(path) != state)
 
 
 def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
