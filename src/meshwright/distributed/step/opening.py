@@ -27,6 +27,7 @@ from meshwright.distributed.loss import preference
 from meshwright.distributed.loss.declared import DeclaredLosses
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.absent_peers import peers_are_absent
+from meshwright.distributed.torch_private import gathered
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import REFERENCE, Signature
 from meshwright.planning.plan import Plan
@@ -66,12 +67,12 @@ def refuse_others(parts: Sequence[ModelPart], laid: Mapping[int, nn.Parameter]) 
     """Raise ConfigError if a rank's parameters are not those that were laid out: the mesh would train them apart."""
     if parameters_of(parts).keys() == laid.keys():
         return
-    for part in parts:
-        fully_sharded.reshard(part.model)  # an evaluation may have left gathered ones in their places
     now = {clean(name): parameter for part in parts for name, parameter in part.model.named_parameters()}
-    if {*map(id, now.values())} != laid.keys():
-        others = [name for name, parameter in now.items() if id(parameter) not in laid]
-        others += [fact.name for part in parts for fact in part.facts.parameters if fact.name not in now]
+    groups = [group for part in parts for group in fully_sharded.parameter_groups(part.model)]
+    # an evaluation may have left gathered ones in their places
+    known = {*laid, *(id(gathered(one)) for group in groups for one in group.fsdp_params)}
+    others = [name for name, parameter in now.items() if id(parameter) not in known]
+    if others := others + [fact.name for part in parts for fact in part.facts.parameters if fact.name not in now]:
         raise ConfigError(
             f"{others[0]} was added, replaced, tied or taken away behind parallelize: the layout has not placed what is"
             f" there now, and each rank would train its own. Make the change in the model that parallelize is given."
