@@ -84,6 +84,7 @@ def kept_job(folder: str, before: str, after: str, harm: str) -> tuple[list[str]
     wanted = weights(model) | moments(model, optimizer)
     agree.everybody_says(0)
     steps = sorted(path.name for path in memory.folder.glob("step-*"))
+    agree.everybody_says(0)  # each has looked before any is harmed
     if rank == 0:
         HARM[harm][0](root, ranks)
     agree.everybody_says(0)
