@@ -278,7 +278,7 @@ REFUSED = {
     "another answer behind the prompt": (
         {"messages": [ASK, SIX], "chosen": "4", "rejected": "5"},
         {},
-        r"'messages' ends with an answer that is neither 'chosen' nor 'rejected'.*data.ignore = \['messages'\]",
+        "'messages' ends with an answer that is neither 'chosen' nor 'rejected'.*: take that turn out$",
     ),
     "an empty side of text": (
         {"prompt": "2+2=", "chosen": "4", "rejected": " "},
@@ -361,7 +361,7 @@ def test_a_null_in_the_first_record_decides_no_task(tmp_path):
 
 
 def test_answers_that_begin_with_their_prompt_are_counted(tmp_path):
-    rows = [{"prompt": "2+2= ", "completion": "2+2= 4"}, {"prompt": "3+3= ", "completion": "6"}]
+    rows = [{"prompt": a, "completion": b} for a, b in (("2+2= ", "2+2= 4"), ("3+3= ", "6"), (" ", "4"))]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = prepare(SourceOptions((str(tmp_path / "a.jsonl"),)), ByteTokenizer(), 0.0, tmp_path / "cache")
     (note,) = prepared.meta.notes

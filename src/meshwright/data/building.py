@@ -517,8 +517,8 @@ class TokenisingRecipe:
         self.nulls += getattr(record, "nulls", 0)
         examples = self.task.examples_in(record, where, folder_of(file))
         for example in examples:
-            (prompt, _), *answers = example
-            self.repeated += self.task.ends and any(text.startswith(prompt.strip()) for text, _ in answers)
+            asked = example[0][0].strip() if self.task.ends else ""
+            self.repeated += bool(asked) and any(text.startswith(asked) for text, _ in example[1:])
             for text, _ in example:
                 try:
                     text.encode("utf-8")

@@ -160,8 +160,7 @@ def _prompt(record: Record, given: list[list[Message]], shared: list[Message], w
         if before[-1]["role"] == "assistant":
             raise BadRow(
                 f"{where}: '{name}' ends with an answer that is neither '{SIDES[0]}' nor '{SIDES[1]}', and both would"
-                f" be learnt behind it: leave it out",
-                (name,),
+                f" be learnt behind it: take that turn out"
             )
         if shared or found:
             raise BadRow(

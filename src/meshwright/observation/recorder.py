@@ -527,7 +527,7 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether torch.func calls, whose tensors have no storage."""
+    """Return whether a transform of torch.func calls, whose tensors have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
