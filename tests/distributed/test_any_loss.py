@@ -227,14 +227,23 @@ class WritesIntoItsInput(ConvNet):
         return super().forward(images)
 
 
+def smooth(output, batch):
+    """Penalise gradients with respect to the images that have a label."""
+    (slopes,) = torch.autograd.grad(output.sum(), batch["images"], create_graph=True)
+    return F.cross_entropy(output, batch["labels"]) + slopes[batch["labels"] >= 0].square().flatten(1).sum(1).mean()
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("sizes", [DDP, {"dp_shard": 2}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [WritesIntoItsInput, ConvNet])
 @ranks(2)
-def test_a_forward_that_writes_into_its_input_equals_one_process(sizes):
-    batch = KINDS["conv"].batch()
-    plain, own = built(WritesIntoItsInput), {key: value.clone() for key, value in batch.items()}
-    expected = MEAN.fn(plain(own["images"]), own)
+def test_inputs_are_written_by_the_forward_or_have_gradients_that_the_loss_takes(sizes, kind):
+    batch, loss = KINDS["conv"].batch(), MEAN if kind is WritesIntoItsInput else Loss(smooth, reduction="mean")
+    batch["images"].requires_grad_(kind is ConvNet)
+    plain, own = built(kind), {key: value.clone() for key, value in batch.items()}
+    expected = loss.fn(plain(own["images"]), own)
     expected.backward()
-    model = laid_out(WritesIntoItsInput, sizes, {}, MEAN)
+    model = laid_out(kind, sizes, {}, loss)
     step = model.forward_backward(share(model, batch))
     wanted = {"loss": expected.detach()} | {name: p.grad for name, p in plain.named_parameters()}
     assert worst({"loss": step.loss} | gradients(model), wanted)[0] <= EXACT

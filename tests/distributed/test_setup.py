@@ -317,7 +317,7 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
 @pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
 @ranks(4)
-def test_the_end_leaves_no_thread(name):
+def test_a_second_model_starts_no_thread_and_the_end_leaves_none(name):
     """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down
     many times.
     """
@@ -338,7 +338,9 @@ def test_the_end_leaves_no_thread(name):
     model.forward_backward({"tokens": tokens, "labels": tokens})
     model.optimizer_step(optimizer, 1.0)
     meanwhile = listening()
-    del model, optimizer
+    again = parallelize(source, Layout(dp_shard=2, tp=2))
+    assert again.forward_backward({"tokens": tokens, "labels": tokens}).loss > 0 and listening() == meanwhile
+    del model, optimizer, again
     destroy_distributed()
     assert listening() <= before < meanwhile
 

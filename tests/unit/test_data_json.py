@@ -61,6 +61,10 @@ def test_a_list_in_pieces_gives_its_records(tmp_path_factory, records, indent, a
         ),
         ('[{"a": 1}]\n[1]', r"line 2, at record 1 of the list, is no JSON \(the list ends, and '\[' follows\)"),
         ('[{"a": 1},]', r"line 1, at record 2 of the list, is no JSON \(Expecting value\)"),
+        (
+            '[{"a": {"b": 1, "b": 1}}]',
+            r"line 1, at record 1 of the list, .*\(an object has the key 'b' more than once\)",
+        ),
         ('[{"a": tru}]', r"line 1, at record 1 of the list, is no JSON \(Expecting value\)"),
         ('[{"a":\n"\\x"}]', r"line 2, at record 1 of the list, is no JSON \(Invalid \\escape"),
         ("[" + "[" * 200_000, r"line 1, at record 1 of the list, is no JSON \((maximum recursion|Expecting value)"),
@@ -98,8 +102,13 @@ def test_what_is_no_object_is_a_bad_row_and_the_others_are_read(tmp_path):
 
 
 def test_lines_that_are_called_json_gzip_and_a_mark_of_byte_order_are_read(tmp_path):
-    (tmp_path / "lines.json").write_text('{"text": "a"}\n\n{"text": "b"}\n')
-    assert [record["text"] for _, record in read(tmp_path / "lines.json")] == ["a", "b"]
+    (tmp_path / "lines.json").write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": "c", "text": "d"}')
+    (_, first), (_, second), (number, twice) = read(tmp_path / "lines.json")
+    assert (first["text"], second["text"], number) == ("a", "b", 4)
+    assert "row 4 is no JSON (an object has the key 'text' more than once)" in str(twice)
+    (tmp_path / "plain.txt").write_text("one", encoding="utf-8-sig")
+    prepared = prepare(str(tmp_path / "plain.txt"), ByteTokenizer(), 0, tmp_path / "cache")
+    assert ByteTokenizer().decode(open_corpus(prepared.folder).training.tokens) == "one"
     (tmp_path / "list.json.gz").write_bytes(gzip.compress('\ufeff [{"text": "é"}]'.encode()))
     assert read(tmp_path / "list.json.gz") == [(1, {"text": "é"})]
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b'[{"text": "e"}]', mtime=0)[:20])

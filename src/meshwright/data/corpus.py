@@ -277,7 +277,7 @@ class Pairs(Whole):
         return documents, np.arange(len(documents) + 1)
 
 
-VERSION = 4
+VERSION = 5
 META = "meta.json"
 MOST_FILES = 10_000
 TRAINING, VALIDATION = "training", "validation"

@@ -111,7 +111,18 @@ _PIECE = 1 << 20
 _WORD = 16
 """Characters of the longest sign of JSON, such as an escaped character, that the end of a piece may cut."""
 _SPACE = re.compile(r"[ \t\n\r]*")
-_decode = json.JSONDecoder().raw_decode
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Record:
+    """Make a JSON object's dict, of which no key stands twice: Python would keep the last without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {max(keys, key=keys.count)!r} more than once")
+    return made
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_once).raw_decode
 
 
 UNPACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -148,7 +159,7 @@ def json_list(path: Path) -> Rows:
 
     A row's number is its place in the list. Memory holds about the largest record, not the file.
 
-    Raises ConfigError where the text is no JSON: where the next record begins is unknown then.
+    Raises ConfigError where the text is no JSON, or an object has a key twice: nothing behind it is read.
     """
     with opened(path) as file:
         text = _ListText(path, file)
@@ -197,7 +208,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parse(path: Path, number: int, line: bytes) -> Record | BadRow:
     shown = line[:60].decode("utf-8", errors="replace").strip()
     try:
-        record = json.loads(line.rstrip(b"\r\n"))
+        record = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         return BadRow(f"{path}, row {number} is not UTF-8 ({error.reason} at its byte {error.start})")
     except (ValueError, RecursionError) as error:
@@ -261,7 +272,7 @@ class _ListText:
         shown = self.text[max(place - 30, 0) : place + 30]
         return ConfigError(
             f"data.source: {self.path}, line {self.line_of(place)}, at record {number} of the list, is no JSON ({why}):"
-            f" {shown!r}. Mend the file: where the next record begins cannot be known"
+            f" {shown!r}. Mend the file: what follows is not read"
         )
 
     def _read(self, size: int) -> None:

@@ -403,7 +403,7 @@ class SourceFile:
             ) from error
         if digest_of_bytes(data) != self.digest:
             raise self.changed(len(data))
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
 
     def text(self) -> str:
         """Return the present text of a text file, even if it changed since the scan.
@@ -414,7 +414,7 @@ class SourceFile:
         data = self.path.read_bytes()
         if refusal := _undecodable(self.path, data):
             raise refusal
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
 
     def changed(self, n_bytes: int) -> IntegrityError:
         """Return the error for a file that changed since the scan."""

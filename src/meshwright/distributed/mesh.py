@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -15,15 +16,21 @@ from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts import expert_mesh_of
 from meshwright.planning.layout import BATCH, SAMPLES, SHARDS, Layout, Shares
 
+_MADE: WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], DeviceMesh]] = WeakKeyDictionary()
+"""Meshes by the process group of all ranks: torch never frees their groups, each with threads and buffers."""
+
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Build the mesh of a resolved layout with all its groups; needs a process group of ``layout.world`` ranks."""
-    shape = tuple(layout.size(axis) for axis in WORLD_AXES)
-    made: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
-    if layout.ep > 1:
-        sizes = dict(expert_mesh_of(layout))
-        made._meshwright_experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return made
+    """Build the mesh of a resolved layout with all its groups, once in a process group of ``layout.world`` ranks."""
+    made = _MADE.setdefault(dist.group.WORLD, {})  # pyright: ignore[reportArgumentType]
+    if (layout, device_type) not in made:
+        shape = tuple(layout.size(axis) for axis in WORLD_AXES)
+        mesh: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
+        if layout.ep > 1:
+            sizes = dict(expert_mesh_of(layout))
+            mesh._meshwright_experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        made[layout, device_type] = mesh
+    return made[layout, device_type]
 
 
 def get_expert_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -86,8 +86,10 @@ class FirstBatch:
             try:
                 if losses is not None:
                     losses.latest = {}
-                with seeded(0), FixedDraws() if self._draws_stay else nullcontext():
-                    total = float(self._runner.evaluate([_copied(batch)]))
+                # a loss may take gradients of what the model is given
+                grads = torch.set_grad_enabled(any(value.requires_grad for value in batch.values()))
+                with grads, seeded(0), FixedDraws() if self._draws_stay else nullcontext():
+                    total = float(self._runner.evaluate([_copied(batch)]).detach())
                 labels, rows = batch.get("labels"), float(len(_tokens(batch)))
                 real = math.nan if labels is None else float((labels != IGNORED).sum())
                 if losses is None:
