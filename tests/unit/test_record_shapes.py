@@ -265,6 +265,11 @@ REFUSED = {
         {"template": TEMPLATE.replace("messages %}", "messages if m['role'] != 'tool' %}")},
         "turn 3: the chat template does not write the tool's '4!'",
     ),
+    "a tool whose few words stand elsewhere": (
+        {"messages": [ASK, CALL, turn("tool", "2"), FOUR]},
+        {"template": TEMPLATE.replace("messages %}", "messages if m['role'] != 'tool' %}")},
+        "turn 3: the chat template does not write the tool's '2'",
+    ),
     "a call of a function": (
         {"messages": [ASK, {**FOUR, "function_call": {"name": "add"}}]},
         {},

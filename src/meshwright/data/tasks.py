@@ -125,7 +125,7 @@ class Preferences:
             raise BadRow(f"{where}: {error}") from error
         if not whole.startswith(prompt):
             raise BadRow(f"{where}: the chat template writes an answer differently from how it asks for it")
-        check_context(asked, [((whole, True),)], where)
+        check_context(asked, [((whole, True),)], where, self.template, others)
         if not self.template.has_marks:
             return ((prompt, False), (whole[len(prompt) :], True))
         # a mark may begin before the answer, with the words that ask for it

@@ -21,6 +21,7 @@ Message = dict[str, Any]
 
 ANSWER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """An answer that is found again in a rendered conversation."""
+PROBE = "some words that no conversation has"
 _MARK = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -41,6 +42,7 @@ class ChatTemplate:
         except ImportError as error:
             raise MissingExtraError("a chat template", "transformers", "hf") from error
         self.text, self.special_tokens, self._render = text, special_tokens, render_jinja_template
+        self._written = dict[tuple, bool]()
         self.has_marks = bool(_MARK.search(text))
         """Whether the template marks what the assistant writes ({% generation %})."""
 
@@ -69,6 +71,17 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
         return list(texts), list(spans)
+
+    def writes(self, turn: int, messages: list[Message], others: dict[str, Any]) -> bool:
+        """Return whether the text of a turn is written; asked once for turns of these roles and keys."""
+        shape = turn, *others, *((one["role"], *(key for key in one if one[key])) for one in messages)
+        if shape not in self._written:
+            asked = [{**one, "content": PROBE} if number == turn else one for number, one in enumerate(messages)]
+            try:
+                self._written[shape] = PROBE in self.render(asked, **others)
+            except ValueError:  # it reads what it writes
+                self._written[shape] = True
+        return self._written[shape]
 
 
 OWN = "own"
@@ -400,7 +413,7 @@ class Turns:
         except ValueError as error:
             raise (error if isinstance(error, BadRow) else BadRow(f"{where}: {error}")) from error
         if not parts:
-            check_context(messages, examples, where)
+            check_context(messages, examples, where, self.template, others)
         if behind := n - len(messages):
             self.unread.append(behind)
         return examples
@@ -467,7 +480,13 @@ def pieces_of(text: str, spans: list[tuple[int, int]]) -> Example:
     return tuple((text[a:b], bool(number % 2)) for number, (a, b) in enumerate(pairwise(edges)))
 
 
-def check_context(messages: list[Message], examples: list[Example], where: str) -> None:
+FEW = 16
+"""Characters: shorter text may stand elsewhere in a conversation by chance."""
+
+
+def check_context(
+    messages: list[Message], examples: list[Example], where: str, template: ChatTemplate, others: dict[str, Any]
+) -> None:
     """Raise BadRow where a chat template leaves out a turn of anybody but the assistant.
 
     A template may write what a tool returned as text of JSON.
@@ -478,7 +497,10 @@ def check_context(messages: list[Message], examples: list[Example], where: str) 
         if message["role"] == "assistant" or not isinstance(content, str):
             continue
         forms = content.strip(), *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-        if not any(form in text for form in forms for text in whole):
+        found = any(form in text for form in forms for text in whole)
+        if found and 0 < len(forms[0]) < FEW:
+            found = template.writes(turn - 1, messages, others)
+        if not found:
             raise BadRow(
                 f"{where}, turn {turn}: the chat template does not write the {message['role']}'s {content[:60]!r}, so"
                 f" the model would not read it: use a template that does, or leave the turn out"
