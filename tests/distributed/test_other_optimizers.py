@@ -9,9 +9,10 @@ import torch
 from support.odd import LAYOUTS, odd, own_rows
 from support.ranks import ranks, refusal
 
-from meshwright import UnsupportedError
+from meshwright import Layout, UnsupportedError, parallelize
 from meshwright.distributed import DistributedConfig, apply_fsdp2, init_distributed
 from meshwright.distributed.weights.shards import whole_on_first
+from meshwright.models.decoder_config import DecoderConfig
 
 
 class Signed(torch.optim.Optimizer):
@@ -49,6 +50,29 @@ class ByTheWhole(Signed):
                 parameter.sub_(
                     parameter.grad / getattr(norm, "full_tensor", lambda norm=norm: norm)(), alpha=group["lr"]
                 )
+
+
+class ByAll(Signed):
+    """Divides each gradient by the norm of all."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = sum(parameter.grad.square().sum() for parameter in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm, alpha=self.defaults["lr"])
+
+
+class ByAnEstimate(Signed):
+    """Takes larger steps as all parameters leave their first values, as Prodigy does."""
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        far = sum(float((p.grad * (self.state[p].setdefault("first", p.clone()) - p)).sum()) for p in parameters)
+        self.rate = max(getattr(self, "rate", self.defaults["lr"]), far)
+        for parameter in parameters:
+            parameter.sub_(parameter.grad, alpha=self.rate)
 
 
 class TakesMore(Signed):
@@ -127,6 +151,32 @@ def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(name, layout
     model.forward_backward(own_rows(model, 0))
     words = refusal(lambda: model.optimizer_step(optimizer), UnsupportedError)
     assert re.match(rf"optimizer: {name} {NEVER[name]}", words)
+
+
+@pytest.mark.follows("layout.pp")
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, ByAll, ByAnEstimate, Signed])
+@ranks(2)
+def test_an_optimizer_of_all_parameters_together_is_refused_in_stages(kind):
+    model = parallelize(
+        DecoderConfig(64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=24, max_seq_len=8), Layout(pp=2, dp_shard=1)
+    )
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    optimizer = kind(list(model.parameters()), lr=0.01)
+
+    def loss() -> float:
+        return float(model.forward_backward({"tokens": tokens, "labels": tokens}).loss)
+
+    def take() -> None:
+        optimizer.step(*([loss] if kind is torch.optim.LBFGS else []))
+
+    loss()
+    if kind is Signed:
+        return take()
+    words = refusal(take, UnsupportedError)
+    begin = (
+        "LBFGS computes" if kind is torch.optim.LBFGS else f"{kind.__name__} updates a parameter by the gradients of"
+    )
+    assert begin in words
 
 
 def _in_a_loop_of_ones_own(name: str) -> str:

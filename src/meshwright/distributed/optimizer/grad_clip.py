@@ -251,6 +251,12 @@ _PIPELINES: WeakKeyDictionary[nn.Module, tuple[Plan, list[dist.ProcessGroup]]] =
 """Laid-out models with stages, and the groups whose ranks have the others."""
 
 
+def are_of_stages(parameters: Iterable[Tensor]) -> bool:
+    """Return whether parameters are those of a laid-out pipeline's stages, of which other ranks have others."""
+    own = {id(p) for model in _PIPELINES for p in model.parameters()}
+    return any(id(p) in own for p in parameters)
+
+
 def norms_of_pipeline(model: nn.Module, plan: Plan, over: list[dist.ProcessGroup]) -> None:
     """Let ``clip_grad_norm_`` count all stages of a laid-out model, and torch's norm refuse the gradients of one."""
     _PIPELINES[model] = plan, over

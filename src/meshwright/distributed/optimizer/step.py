@@ -26,6 +26,7 @@ from meshwright.distributed.weights.shards import with_local
 from meshwright.planning.optimizer import OptimizerPlan
 
 from . import low_bit
+from .grad_clip import are_of_stages
 from .low_bit import TorchaoAdamW
 from .muon import Lion, Muon
 
@@ -103,7 +104,9 @@ OTHERWISE: dict[type[optim.Optimizer], tuple[str, str]] = {
 }
 """Optimizers that no trial of a small parameter can judge: the reason, and the remedy."""
 
-STEPS, ROWS, COLUMNS = 2, 4, 6
+STEPS, ALIKE, ROWS, COLUMNS = 2, 8, 4, 6
+"""Steps of a trial, and of one whose gradients are alike, so that an estimate over all parameters leaves its first
+value; the sizes of its parameters."""
 LARGEST_ERROR = 0.05
 """Relative to the update's norm: torch's Muon iterates in bfloat16; taking a shard for the whole errs by about 1."""
 
@@ -121,7 +124,7 @@ def watch_steps() -> None:
         readers.finish_all()
         if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN or is_ours(optimizer):
             return
-        if next(_ways(optimizer), None) is not None:
+        if next(_ways(optimizer), None) is not None or are_of_stages(_parameters(optimizer)):
             refuse_unequal(optimizer)
 
     register_optimizer_step_pre_hook(before)
@@ -133,7 +136,8 @@ def is_ours(optimizer: optim.Optimizer) -> bool:
 
 
 def refuse_unequal(optimizer: optim.Optimizer) -> None:
-    """Raise UnsupportedError if an optimizer fails on sharded parameters, or updates them unlike whole ones.
+    """Raise UnsupportedError if an optimizer fails on sharded parameters, updates them unlike whole ones, or updates
+    parameters of pipeline stages by those of others.
 
     Each of its parameters' placements is tried on a small one: a few collectives, once per optimizer. An optimizer
     whose class does not take its own settings as arguments cannot be tried, and passes.
@@ -144,8 +148,13 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
         reason, remedy = found
         raise UnsupportedError(f"optimizer: {type(optimizer).__name__} {reason}. {remedy}")
     _KNOWN.add(optimizer)
+    kind, parameters = type(optimizer).__name__, _parameters(optimizer)
+    if are_of_stages(parameters) and not _coupling(optimizer, parameters[0].device) <= LARGEST_ERROR:
+        raise UnsupportedError(
+            f"{kind} updates a parameter by the gradients of others too, and each rank has those of its own pipeline"
+            " stages alone. Use one that updates each parameter by itself (AdamW), or layout.pp = 1."
+        )
     for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
-        kind = type(optimizer).__name__
         begin = (
             f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
             f" {mesh.mesh_dim_names}, and"
@@ -167,13 +176,16 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
             )
 
 
+def _parameters(optimizer: optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if has_no_values(local_part(parameter)):
-                continue  # of a dry run, whose tensors have no values to compare
-            if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
-                yield parameter.device_mesh, parameter.placements, parameter.dim()
+    for parameter in _parameters(optimizer):
+        if has_no_values(local_part(parameter)):
+            continue  # of a dry run, whose tensors have no values to compare
+        if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
+            yield parameter.device_mesh, parameter.placements, parameter.dim()
 
 
 def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
@@ -181,29 +193,44 @@ def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Place
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
     values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]
-    whole = _updated(optimizer, values, lambda tensor: tensor)
+    whole = _updated(optimizer, [values], lambda tensor: tensor)
     if whole is None:
         return 0.0
-    cut = _updated(optimizer, values, lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+    cut = _updated(optimizer, [values], lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None))
     assert isinstance(cut, DTensor)
     return float((cut.full_tensor() - whole).norm() / (whole - values[0]).norm())
 
 
-def _updated(optimizer: optim.Optimizer, values: list[Tensor], laid: Any) -> Tensor | None:
-    """Return a parameter after some steps of another optimizer of this kind; None if none can be made."""
-    parameter = nn.Parameter(laid(values[0].clone()))
+def _coupling(optimizer: optim.Optimizer, device: torch.device) -> float:
+    """Return how far a parameter's update moves, relatively, where another is stepped beside it."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(ROWS, COLUMNS, generator=generator).to(device) for _ in range(4)]
+    own, other = ([value, *[gradient] * ALIKE] for value, gradient in (drawn[:2], [drawn[2], drawn[3] * 8]))
+    alone, beside = (_updated(optimizer, each, lambda tensor: tensor.clone()) for each in ([own], [own, other]))
+    return 0.0 if alone is None or beside is None else float((beside - alone).norm() / (alone - own[0]).norm())
+
+
+def _updated(optimizer: optim.Optimizer, values: list[list[Tensor]], laid: Any) -> Tensor | None:
+    """Return the first of some parameters after some steps of another optimizer of this kind; None if none can be made.
+
+    Args:
+        values: of each parameter its value, and its gradient of each step.
+        laid: lays a tensor out.
+    """
+    parameters = [nn.Parameter(laid(value.clone())) for value, *_ in values]
     takes = inspect.signature(type(optimizer)).parameters
     try:
         other = type(optimizer)(
-            [parameter], **{name: value for name, value in optimizer.defaults.items() if name in takes}
+            parameters, **{name: value for name, value in optimizer.defaults.items() if name in takes}
         )
     except Exception:  # noqa: BLE001  (the class may need other arguments)
         return None
     _KNOWN.add(other)  # its step is the trial
-    for gradient in values[1:]:
-        parameter.grad = laid(gradient)
+    for gradients in zip(*[each[1:] for each in values], strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = laid(gradient)
         other.step()
-    return parameter.detach()
+    return parameters[0].detach()
 
 
 def step(
