@@ -39,6 +39,21 @@ class ByOwnShare(Signed):
                 parameter.sub_(parameter.grad / share.norm(), alpha=group["lr"])
 
 
+class AsItsGroupSays(torch.optim.Optimizer):
+    """Divides in groups with a flag, and wants no other keys, as published classes of Muon do."""
+
+    def __init__(self, groups):
+        assert all({*group} == {"params", "lr", "divides"} for group in groups)
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                share = getattr(parameter.grad, "_local_tensor", parameter.grad)
+                parameter.sub_(parameter.grad / (share.norm() if group["divides"] else 1), alpha=group["lr"])
+
+
 class ByTheWhole(Signed):
     """Divides each gradient by its norm, as LARS does."""
 
@@ -87,6 +102,9 @@ def made(name: str, parameters: list) -> torch.optim.Optimizer:
         return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2], lr=0.01)
     if name == "TakesMore":
         return TakesMore(parameters, 0.01, more=True)
+    if name == "AsItsGroupSays":
+        parts = {flag: [p for p in parameters if (p.dim() == 2) == flag] for flag in (False, True)}
+        return AsItsGroupSays([{"params": own, "lr": 0.01, "divides": flag} for flag, own in parts.items()])
     return {"Adafactor": torch.optim.Adafactor, "Signed": Signed, "ByOwnShare": ByOwnShare, "ByTheWhole": ByTheWhole}[
         name
     ](parameters, lr=0.01)
@@ -115,11 +133,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 REFUSED = {
     "Adafactor": "its step fails: RuntimeError: aten.pow_",
     "ByOwnShare": "its update is not that of the whole parameter",
+    "AsItsGroupSays": "its update is not that of the whole parameter",
 }
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", ["Adafactor", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"])
+@pytest.mark.parametrize(
+    "name", ["Adafactor", "AsItsGroupSays", "ByOwnShare", "ByTheWhole", "Muon", "Signed", "TakesMore"]
+)
 def test_an_optimizer_updates_as_in_one_process_or_is_refused(spmd, name):
     wanted = spmd(1, stepped, name, "one")[0]
     for layout in ("ddp2", "fsdp2"):

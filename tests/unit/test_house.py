@@ -81,12 +81,12 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 126, 0),
-    "checkpoint": (18, 5129, 22),
+    "checkpoint": (18, 5135, 22),
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
     "core": (19, 3216, 5),
     "data": (16, 6630, 41),
-    "distributed": (88, 21457, 112),
+    "distributed": (88, 21481, 112),
     "integrations": (9, 1740, 12),
     "introspection": (37, 10326, 49),
     "models": (4, 716, 5),

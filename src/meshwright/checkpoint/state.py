@@ -132,7 +132,7 @@ class StateTensor:
     Attributes:
         like: a tensor of its global shape, placed as its values are.
         dtype: of its values.
-        memory: plain tensors from which the values are made: while they are the same, so are the values.
+        memory: tensors from which the values are made: while torch counts no write to them, the values are the same.
         made: computes the values; None: ``like`` holds them.
         at_once: whether a forward or a backward may change them.
     """
@@ -145,10 +145,16 @@ class StateTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, *, at_once: bool = False) -> StateTensor:
-        return cls(tensor, tensor.dtype, tuple(memory_of(tensor.detach())), at_once=at_once)
+        return cls(tensor, tensor.dtype, _written_to(tensor), at_once=at_once)
 
     def values(self) -> Tensor:
         return self.like if self.made is None else self.made()
+
+
+def _written_to(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor, of which torch counts the writes by its operators, and the plain ones in which it is stored."""
+    held = tensor.detach()
+    return held, *memory_of(held)
 
 
 def stored_state(
@@ -168,7 +174,7 @@ def stored_state(
     for name, parameter in parameters.items():
         found[f"model.{name}"] = held = StateTensor.of(parameter)
         for made in (made for made in averaging if made.averages(parameter)):
-            memory = (*held.memory, *memory_of(made.state[parameter]["z"]))
+            memory = (*held.memory, *_written_to(made.state[parameter]["z"]))
             found[f"model.{name}"] = StateTensor(
                 parameter, parameter.dtype, memory, partial(made.average_of, parameter)
             )
@@ -176,7 +182,7 @@ def stored_state(
             continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim() and is_low_bit(optimizer):
-                memory, made_by = tuple(memory_of(value)), partial(as_values, value, parameter)
+                memory, made_by = _written_to(value), partial(as_values, value, parameter)
                 found[f"optimizer.{key}.{name}"] = StateTensor(parameter, torch.float32, memory, made_by)
             elif isinstance(value, Tensor):
                 found[f"optimizer.{key}.{name}"] = StateTensor.of(value)

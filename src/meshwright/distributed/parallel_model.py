@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.comparison.sketch import TokensOfRank
+from meshwright.core import readers
 from meshwright.core.axes import Axis
 from meshwright.core.devices import current_device
 from meshwright.core.errors import ConfigError, UnsupportedError
@@ -542,6 +543,7 @@ class ParallelModel(LaidOut):
             raise ConfigError("load_state_dict(assign=True) would replace shards by whole tensors: leave assign out")
         names = {fact.name: fact.aliases for fact in self.facts.parameters}
         names |= {fact.name: () for fact in self.facts.buffers if fact.persistent}
+        readers.finish_all()
         keys = shards.scatter(self._tensors(), state_dict, names, strict=strict)
         if not self.is_lent:
             begin_anew(self.parts)

@@ -208,7 +208,8 @@ def _coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 
 
 def _place_of(tensor: Tensor) -> tuple:
-    where = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    # by words: cuts into several parts have no hash
+    where = (tensor.device_mesh, *map(repr, tensor.placements)) if isinstance(tensor, DTensor) else ()
     return (*where, tuple(tensor.shape))
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
@@ -107,6 +107,10 @@ OTHERWISE: dict[type[optim.Optimizer], tuple[str, str]] = {
 STEPS, ALIKE, ROWS, COLUMNS = 2, 8, 4, 6
 """Steps of a trial, and of one whose gradients are alike, so that an estimate over all parameters leaves its first
 value; the sizes of its parameters."""
+RATES = ("params", "lr", "initial_lr")
+"""Keys of a group whose values do not choose how a parameter is updated."""
+RATE = 0.01
+"""Of a trial where a schedule begins at 0."""
 LARGEST_ERROR = 0.05
 """Relative to the update's norm: torch's Muon iterates in bfloat16; taking a shard for the whole errs by about 1."""
 
@@ -139,8 +143,8 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
     """Raise UnsupportedError if an optimizer fails on sharded parameters, updates them unlike whole ones, or updates
     parameters of pipeline stages by those of others.
 
-    Each of its parameters' placements is tried on a small one: a few collectives, once per optimizer. An optimizer
-    whose class does not take its own settings as arguments cannot be tried, and passes.
+    Each placement in each kind of group is tried on a small parameter: a few collectives, once per optimizer. An
+    optimizer whose class does not take its own settings as arguments cannot be tried, and passes.
     """
     if type(optimizer) in ELEMENT_BY_ELEMENT or optimizer in _KNOWN:
         return
@@ -149,12 +153,13 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
         raise UnsupportedError(f"optimizer: {type(optimizer).__name__} {reason}. {remedy}")
     _KNOWN.add(optimizer)
     kind, parameters = type(optimizer).__name__, _parameters(optimizer)
-    if are_of_stages(parameters) and not _coupling(optimizer, parameters[0].device) <= LARGEST_ERROR:
+    errors = (_coupling(optimizer, group, parameters[0].device) for group in dict.fromkeys(_kinds(optimizer)))
+    if are_of_stages(parameters) and not max(errors) <= LARGEST_ERROR:
         raise UnsupportedError(
             f"{kind} updates a parameter by the gradients of others too, and each rank has those of its own pipeline"
             " stages alone. Use one that updates each parameter by itself (AdamW), or layout.pp = 1."
         )
-    for mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
+    for group, mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
         begin = (
             f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
             f" {mesh.mesh_dim_names}, and"
@@ -165,7 +170,7 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
             " (layout.dp_replicate with dp_shard = tp = 1)."
         )
         try:
-            error = _error(optimizer, mesh, placements, dims)
+            error = _error(optimizer, group, mesh, placements, dims)
         except Exception as failed:
             raise UnsupportedError(
                 f"{begin} its step fails: {type(failed).__name__}: {str(failed).splitlines()[0]} {remedy}"
@@ -180,48 +185,64 @@ def _parameters(optimizer: optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[DeviceMesh, tuple[Placement, ...], int]]:
-    for parameter in _parameters(optimizer):
-        if has_no_values(local_part(parameter)):
-            continue  # of a dry run, whose tensors have no values to compare
-        if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
-            yield parameter.device_mesh, parameter.placements, parameter.dim()
+def _kinds(optimizer: optim.Optimizer) -> list[int]:
+    """Return for each group the first one with the same options, but for the rate."""
+    options = [repr({key: group[key] for key in sorted(group) if key not in RATES}) for group in optimizer.param_groups]
+    return [options.index(each) for each in options]
 
 
-def _error(optimizer: optim.Optimizer, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int) -> float:
+def _ways(optimizer: optim.Optimizer) -> Iterator[tuple[int, DeviceMesh, tuple[Placement, ...], int]]:
+    """Yield the kind of group, the mesh, the placements and the number of dims of each parameter that is cut."""
+    for kind, group in zip(_kinds(optimizer), optimizer.param_groups, strict=True):
+        for parameter in group["params"]:
+            if has_no_values(local_part(parameter)):
+                continue  # of a dry run, whose tensors have no values to compare
+            if type(parameter.data) is DTensor and any(placement.is_shard() for placement in parameter.placements):
+                yield kind, parameter.device_mesh, parameter.placements, parameter.dim()
+
+
+def _error(
+    optimizer: optim.Optimizer, group: int, mesh: DeviceMesh, placements: tuple[Placement, ...], dims: int
+) -> float:
     """Return the relative error of a sharded parameter's update against that of a whole one."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS * mesh.size(), *[COLUMNS * mesh.size()] * (dims - 1))
     values = [torch.randn(shape, generator=generator).to(mesh.device_type) for _ in range(1 + STEPS)]
-    whole = _updated(optimizer, [values], lambda tensor: tensor)
+    whole = _updated(optimizer, group, [values], lambda tensor: tensor)
     if whole is None:
         return 0.0
-    cut = _updated(optimizer, [values], lambda tensor: distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+    lay = partial(distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None)
+    cut = _updated(optimizer, group, [values], lay)
     assert isinstance(cut, DTensor)
     return float((cut.full_tensor() - whole).norm() / (whole - values[0]).norm())
 
 
-def _coupling(optimizer: optim.Optimizer, device: torch.device) -> float:
+def _coupling(optimizer: optim.Optimizer, group: int, device: torch.device) -> float:
     """Return how far a parameter's update moves, relatively, where another is stepped beside it."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(ROWS, COLUMNS, generator=generator).to(device) for _ in range(4)]
     own, other = ([value, *[gradient] * ALIKE] for value, gradient in (drawn[:2], [drawn[2], drawn[3] * 8]))
-    alone, beside = (_updated(optimizer, each, lambda tensor: tensor.clone()) for each in ([own], [own, other]))
+    alone, beside = (_updated(optimizer, group, each, torch.clone) for each in ([own], [own, other]))
     return 0.0 if alone is None or beside is None else float((beside - alone).norm() / (alone - own[0]).norm())
 
 
-def _updated(optimizer: optim.Optimizer, values: list[list[Tensor]], laid: Any) -> Tensor | None:
+def _updated(optimizer: optim.Optimizer, group: int, values: list[list[Tensor]], laid: Any) -> Tensor | None:
     """Return the first of some parameters after some steps of another optimizer of this kind; None if none can be made.
 
     Args:
+        group: the group whose options they have.
         values: of each parameter its value, and its gradient of each step.
         laid: lays a tensor out.
     """
     parameters = [nn.Parameter(laid(value.clone())) for value, *_ in values]
     takes = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.param_groups[group].items() if name != "initial_lr"}
+    if "lr" in options:
+        options["lr"] = options["lr"] or optimizer.defaults.get("lr") or RATE
     try:
         other = type(optimizer)(
-            parameters, **{name: value for name, value in optimizer.defaults.items() if name in takes}
+            [options | {"params": parameters}],
+            **{name: value for name, value in optimizer.defaults.items() if name in takes},
         )
     except Exception:  # noqa: BLE001  (the class may need other arguments)
         return None
