@@ -190,8 +190,8 @@ def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_se
 # --- checkpoints
 
 
-def trained_and_saved(layout: Layout, folder: str) -> dict[str, Tensor]:
-    model = parallelize(llama(), layout, techniques={"adapters": QV}, seed=3)
+def trained_and_saved(layout: Layout, folder: str, techniques: dict[str, Any]) -> dict[str, Tensor]:
+    model = parallelize(llama(), layout, techniques=techniques, seed=3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for step in range(2):
         model.forward_backward(own_rows(model, batch_of(4, 9, families.VOCABULARY, step)))
@@ -200,8 +200,8 @@ def trained_and_saved(layout: Layout, folder: str) -> dict[str, Tensor]:
     return whole(model, "value")
 
 
-def loaded(layout: Layout, folder: str, seed: int, adapters: dict[str, Any] | None) -> dict[str, Tensor]:
-    model = parallelize(llama(), layout, techniques={"adapters": adapters} if adapters else None, seed=seed)
+def loaded(layout: Layout, folder: str, seed: int, techniques: dict[str, Any]) -> dict[str, Tensor]:
+    model = parallelize(llama(), layout, techniques=techniques, seed=seed)
     load(model, folder)
     return whole(model, "value")
 
@@ -209,11 +209,20 @@ def loaded(layout: Layout, folder: str, seed: int, adapters: dict[str, Any] | No
 @pytest.mark.all
 def test_what_is_trained_is_saved_alone_and_read_by_another_layout(spmd, tmp_path):
     folder = tmp_path / "checkpoint"
-    written = spmd(2, trained_and_saved, DATA2, str(folder))[0]
-    read = spmd(2, loaded, TP2, str(folder), 3, QV)[0]
+    written = spmd(2, trained_and_saved, DATA2, str(folder), {"adapters": QV})[0]
+    read = spmd(2, loaded, TP2, str(folder), 3, {"adapters": QV})[0]
     assert written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in written)
     with pytest.raises(ConfigError, match="holds tensors of adapters, and the model here has no adapters"):
-        loaded(ONE, str(folder), 3, None)
+        loaded(ONE, str(folder), 3, {})
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens", "lm_head", "model.layers.1"])
+def test_stages_that_leave_nothing_out_save_with_those_that_do(spmd, tmp_path, frozen):
+    folder, techniques = str(tmp_path / "checkpoint"), {"freeze": [frozen]}
+    written = spmd(2, trained_and_saved, PP2, folder, techniques)
+    (read,) = spmd(1, loaded, ONE, folder, 3, techniques)
+    for name, tensor in (written[0] | written[1]).items():
+        assert torch.equal(read[name], tensor), name
 
 
 # --- refusals

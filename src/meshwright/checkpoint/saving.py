@@ -49,9 +49,9 @@ def runs_of(
     ``in_4_bits`` names weights in 4 bits, and the dtypes in which they were rounded.
     """
     mine, rounded = {}, in_4_bits or {}
-    if tensors and (mesh is None or is_first_of_stage(mesh)):
+    if mesh is None or is_first_of_stage(mesh):
         mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor, rounded.get(name))) is not None}
-    return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()} if tensors else {}
+    return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()}
 
 
 def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
@@ -263,6 +263,8 @@ def manifest_fields(
     """
     plan, origin = model.plan, recall(model, ModelOrigin)
     in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
+    if base is None:  # a stage may hold nothing that is left out
+        base = runs_of(frozen, model.mesh, in_4_bits) if left_out else {}
     return {
         "optimizer": type(optimizer).__name__ if optimizer is not None else "",
         "groups": group_records(model, optimizer) if optimizer is not None else [],
@@ -271,7 +273,7 @@ def manifest_fields(
         "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
         "left_out": left_out,
         "model": origin.to_json() if origin is not None else {},
-        "base": runs_of(frozen, model.mesh, in_4_bits) if base is None else base,
+        "base": base,
         "in_4_bits": in_4_bits,
     }
 
