@@ -263,8 +263,6 @@ def manifest_fields(
     """
     plan, origin = model.plan, recall(model, ModelOrigin)
     in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
-    if base is None:  # a stage may hold nothing that is left out
-        base = runs_of(frozen, model.mesh, in_4_bits) if left_out else {}
     return {
         "optimizer": type(optimizer).__name__ if optimizer is not None else "",
         "groups": group_records(model, optimizer) if optimizer is not None else [],
@@ -273,7 +271,7 @@ def manifest_fields(
         "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
         "left_out": left_out,
         "model": origin.to_json() if origin is not None else {},
-        "base": base,
+        "base": runs_of(frozen, model.mesh, in_4_bits) if left_out and base is None else base or {},
         "in_4_bits": in_4_bits,
     }
 
