@@ -315,9 +315,13 @@ def test_a_second_group_does_not_meet_the_meshes_of_the_first(spmd):
 
 @pytest.mark.all
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads have names under /proc only")
-@pytest.mark.parametrize("name", ["decoder", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("decoder", Layout(dp_shard=2, tp=2)), ("gpt_neox", Layout(dp_shard=2, tp=2)), ("decoder", Layout(dp_shard=4))],
+    ids=str,
+)
 @ranks(4)
-def test_a_second_model_starts_no_thread_and_the_end_leaves_none(name):
+def test_a_second_model_starts_no_thread_and_the_end_leaves_none(name, layout):
     """Those of gloo wake up every few milliseconds: hundreds of them, left over by earlier jobs, slow a process down
     many times.
     """
@@ -332,13 +336,13 @@ def test_a_second_model_starts_no_thread_and_the_end_leaves_none(name):
         return found
 
     before = listening()
-    model = parallelize(source, Layout(dp_shard=2, tp=2))
+    model = parallelize(source, layout)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.ones(2, 5, dtype=torch.int64)
     model.forward_backward({"tokens": tokens, "labels": tokens})
     model.optimizer_step(optimizer, 1.0)
     meanwhile = listening()
-    again = parallelize(source, Layout(dp_shard=2, tp=2))
+    again = parallelize(source, layout)
     assert again.forward_backward({"tokens": tokens, "labels": tokens}).loss > 0 and listening() == meanwhile
     del model, optimizer, again
     destroy_distributed()

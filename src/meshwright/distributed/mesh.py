@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -12,25 +11,34 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.distributed.process.absent_peers import peers_are_absent
 from meshwright.distributed.torch_private import flattened
 from meshwright.planning.experts import expert_mesh_of
 from meshwright.planning.layout import BATCH, SAMPLES, SHARDS, Layout, Shares
 
-_MADE: WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], DeviceMesh]] = WeakKeyDictionary()
-"""Meshes by the process group of all ranks: torch never frees their groups, each with threads and buffers."""
+BUILT: dict[tuple[ProcessGroup | None, Layout, str], DeviceMesh] = {}
+"""The meshes of the present process group of all ranks: torch frees no group before its end, each with threads."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Build the mesh of a resolved layout with all its groups, once in a process group of ``layout.world`` ranks."""
-    made = _MADE.setdefault(dist.group.WORLD, {})  # pyright: ignore[reportArgumentType]
-    if (layout, device_type) not in made:
-        shape = tuple(layout.size(axis) for axis in WORLD_AXES)
-        mesh: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
-        if layout.ep > 1:
-            sizes = dict(expert_mesh_of(layout))
-            mesh._meshwright_experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        made[layout, device_type] = mesh
-    return made[layout, device_type]
+    if peers_are_absent():
+        return _new_mesh(layout, device_type)
+    key = dist.group.WORLD, layout, device_type
+    if key not in BUILT:
+        for stale in [made for made in BUILT if made[0] is not key[0]]:
+            del BUILT[stale]
+        BUILT[key] = _new_mesh(layout, device_type)
+    return BUILT[key]
+
+
+def _new_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    shape = tuple(layout.size(axis) for axis in WORLD_AXES)
+    mesh: Any = init_device_mesh(device_type, shape, mesh_dim_names=tuple(axis.value for axis in WORLD_AXES))
+    if layout.ep > 1:
+        sizes = dict(expert_mesh_of(layout))
+        mesh._meshwright_experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh
 
 
 def get_expert_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

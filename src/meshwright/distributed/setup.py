@@ -26,7 +26,7 @@ from meshwright.core.devices import (
 )
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.host import refuse_absent_interfaces
-from meshwright.distributed.mesh import axis_sizes, build_mesh, data_position, get_expert_mesh
+from meshwright.distributed.mesh import BUILT, axis_sizes, build_mesh, data_position, get_expert_mesh
 from meshwright.distributed.mesh import (
     get_dp_mesh as get_dp_mesh,  # KempnerForge's users import it, and is_rank_zero, from here
 )
@@ -140,6 +140,7 @@ def destroy_distributed(*, patience_sec: float = 20.0) -> None:
     worker.join(patience_sec)
     if worker.is_alive():
         log.warning("the process group did not close within %.0f s; leaving it to the end of the process", patience_sec)
+    BUILT.clear()
     forget_meshes()
     # wrapped modules are cycles and hold the groups, whose gloo threads look for messages until they go
     gc.collect()
