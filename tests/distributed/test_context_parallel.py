@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -94,15 +95,16 @@ def test_ranks_of_the_axis_that_bring_other_rows_are_refused():
 
 def rows_beyond_a_window(length: int) -> str:
     torch.manual_seed(0)
-    model = parallelize(Model(far_window, longest=200), Layout(dp_shard=1, cp=2))
+    beyond_rehearsed = partial(far_window, length=600)
+    model = parallelize(Model(beyond_rehearsed, longest=700), Layout(dp_shard=1, cp=2))
     tokens = torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(0))
     return refusal(lambda: model.forward_backward({"tokens": tokens, "labels": tokens}), UnsupportedError)
 
 
 def test_rows_in_which_a_mask_turns_out_to_be_another_are_refused(spmd):
     assert spmd(2, rows_beyond_a_window, 60) == ["", ""]
-    for said in spmd(2, rows_beyond_a_window, 100):
-        assert "masks rows of 100 tokens by another rule than the one that was measured (causal)" in said
+    for said in spmd(2, rows_beyond_a_window, 640):
+        assert "masks rows of 640 tokens by another rule than the one that was measured (causal)" in said
 
 
 def evaluated() -> tuple[float, list[int]]:

@@ -17,6 +17,7 @@ from support.pretend import DEVICE, a_group, watched_record
 from support.ways import Way
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.distributed.measuring import SHORTEST
@@ -115,6 +116,26 @@ def job_plans():
     return taken, text
 
 
+def job_losses():
+    """Step by a loss of one's own and by one of pairs, and look for the device as ``doctor`` does."""
+    from meshwright import Layout, Loss, PreferenceLoss, parallelize
+    from meshwright.models.decoder_config import SIZES
+    from meshwright.verification.doctor.inside import devices
+
+    with spying() as taken:
+        tokens = torch.randint(0, 100, (4, 9), generator=torch.Generator().manual_seed(0))
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        own = Loss(
+            lambda logits, batch: F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), reduction="mean"
+        )
+        exact = {"precision": {"compute": "float32"}}
+        assert parallelize(SIZES["debug"], Layout(), loss_fn=own, techniques=exact).forward_backward(batch).loss > 0
+        model = parallelize(SIZES["debug"], Layout(), loss_fn=PreferenceLoss())
+        assert model.forward_backward(batch | {"reference_log_probs": model.row_log_probs(batch)}).loss > 0
+        found = devices()
+    return taken, found["kind"]
+
+
 def job_rehearse(folder):
     """Rehearse rank 0 of 2 on a device."""
     from meshwright.training.config import Config
@@ -189,7 +210,9 @@ def test_each_branch_is_taken_or_listed(device_pool, on_device, tmp_path):
     taken |= places
     places, device, seconds = on_device(1, job_measure, str(tmp_path))[0]
     assert device == DEVICE and seconds > 0
-    taken |= on_device(2, job_spied, measure, SHORTEST)[0]
+    taken |= places | on_device(2, job_spied, measure, SHORTEST)[0]
+    places, kind = on_device(1, job_losses)[0]
+    assert kind == DEVICE
     taken |= places | on_device(1, job_plans)[0][0] | on_device(1, job_stall, str(tmp_path))[0]
     for name in ("windows", "mixer", "all_gather"):
         case = test_context_on_device.CASES[name]

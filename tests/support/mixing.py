@@ -57,10 +57,10 @@ def in_documents(mask: Tensor, documents: Tensor | None) -> Tensor:
     return (mask & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
 
 
-def far_window(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+def far_window(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, length: int = 70) -> Tensor:
     """A window that no measured row reaches."""
     distance = places(q)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < 70))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(distance >= 0) & (distance < length))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
