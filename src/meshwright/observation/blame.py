@@ -23,7 +23,7 @@ from .diagnosis import Diagnosis
 from .findings import Finding, Off, is_router, ranks_of
 from .groups import sums_a_copy
 from .passes import ROUNDING, Passes, factor, is_one
-from .rates import other_rates
+from .settings import other_rates, wrong_draws
 from .traces import (
     NOTHING,
     Place,
@@ -186,6 +186,8 @@ class Blame:
             if gradients and not after and self._may_differ(step, gradients):
                 gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
+                if self.is_short and (shorter := self._at(step).of_shorter()) is not None:
+                    return shorter
                 if copied := self.copied.off(step, FLOORS, SMALL):
                     seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
                     return self.copied.finding(self._at(seen), step, copied)
@@ -323,7 +325,7 @@ class Blame:
             return None
         diagnosis = self._at(step)
         earlier = [(self.base["steps"][s], [self.many.step(rank, s) for rank in every]) for s in range(step)]
-        if (wrong := diagnosis.passes.wrong_draws(earlier)) is None:
+        if (wrong := wrong_draws(diagnosis.passes, earlier)) is None:
             return None
         place, ranks, why = wrong
         return diagnosis.finding(place or ".+", ranks, "seed", why, "random numbers differ")

@@ -20,14 +20,16 @@ from .groups import (
     listed,
     meets_strangers,
     sent,
+    steps_in_groups,
     sums_a_copy,
     sums_copies,
     sums_strangers,
+    sums_twice,
 )
 from .passes import Pair, Passes, factor, is_one, is_permuted
-from .rates import changes_alone, has_no_decay, other_rates
 from .resumes import Resume
 from .row_kinds import of_rows
+from .settings import changes_alone, has_no_decay, other_rates
 from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
 SCALED = ("missing reduction", "wrong scale", "double reduction")
@@ -53,6 +55,11 @@ class Diagnosis:
         """Whether no more is known than that gradients differ."""
         self.bound = 5e-2 if self.whole["short"] else 1e-3
         """Relative error by which two tensors are the same, up to a factor."""
+
+    def of_shorter(self) -> Finding | None:
+        """Find a module that computes in 16 bits where one process does not, though nothing differs by more."""
+        found = self.passes.first_shorter()
+        return found and self._of_output(*found)
 
     def place(self, gradients: list[Off], after: list[Off]) -> Finding:
         """Find where in the step the difference of gradients, or of parameters after it, arises."""
@@ -168,7 +175,7 @@ class Diagnosis:
         sights, attends = self.passes.sights(), self.passes.attends(name)
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
         rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
-        right = max((int(r.sum()) for r in rights), default=0)
+        right, was_right = max((int(r.sum()) for r in rights), default=0), self.number > 0 and self._was_right(name)
         kind, why, what = "wrong scale", "", "outputs differ"
         dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
         if dtypes is not None:
@@ -183,7 +190,7 @@ class Diagnosis:
             kind, why = "wrong group", met
         elif (found := of_rows(self.passes, inputs, inputs)) is not None:
             (kind, why), name, what = found, source, "what becomes of its output differs"
-            if max(pair.error for pair in inputs) < 1e-2 and self.number and self._was_right(name):
+            if max(pair.error for pair in inputs) < 1e-2 and was_right:
                 kind, why = "stale value", "the first step was right, and this one nearly is"
         elif (found := of_rows(self.passes, off, every)) is not None:
             is_table = is_position(name) or all(pair.row == "table" for pair in off)
@@ -203,9 +210,9 @@ class Diagnosis:
             for key in self.whole.get("buffers", ())
         ):
             kind, why = "missing reduction", "its statistics are those of fewer rows"
-        elif max(errors) < 0.02 or (not right and median(errors) < 0.01):
+        elif (max(errors) < 0.02 or (not right and median(errors) < 0.01)) and not (was_right and max(errors) > 0.1):
             kind, why = "rounding/dtype", "by as much as a shorter dtype rounds"
-        elif self.number and self._was_right(name):
+        elif was_right:
             kind, why = "stale value", "the first step was right"
             if any(map(self.resume.reads, ranks)):
                 lost = self._other_buffers(self.number)
@@ -310,8 +317,9 @@ class Diagnosis:
         if len(known) == len(finite) and max(abs(f - 1) for f in known) > self.bound:
             if is_one(known, self.bound):
                 # n times a gradient is a second reduction where ranks have the same rows, or of one parameter
-                alike = len({o.name for o in finite}) == 1 or self._have_the_same_rows()
-                double = near(known[0], self.n) and not everywhere and alike
+                names = {o.name for o in finite}
+                alike = not everywhere and (len(names) == 1 or self._have_the_same_rows())
+                double = near(known[0], self.n) and (alike or sums_twice(self.passes, names))
                 if everywhere and self._is_clipped() and known[0] > self.n:  # than a part of the norm would scale it
                     return "dead path", f"it is not clipped: {known[0]:.6g} times", ranks
                 if everywhere and self._is_clipped():
@@ -353,6 +361,8 @@ class Diagnosis:
                 return wrong
             if any(map(is_small, finite)):
                 return "dead path", "the gradient of some is zero", ranks
+            if any(o.name.endswith("bias") for o in finite):  # it does not depend on what a forward kept
+                return "dead path", "what came back to its output is right, and another way to it lacks", ranks
             return "stale value", "what came back to its output is right", ranks
         if len(ranks) < self.n or self._replicas_differ(finite):
             return "missing reduction", "replicas differ", ranks
@@ -441,7 +451,7 @@ class Diagnosis:
             words.add("" if total is None else "tie" if tied else "group" if in_groups else "sum")
         if words == {"tie"}:
             return "tie broken", "two parameters are one in one process, and each has its own part of the gradient"
-        if words == {"sum"} and self._steps_in_groups({name for name, _ in wholes}):
+        if words == {"sum"} and steps_in_groups(self.passes, {name for name, _ in wholes}):
             return "wrong group", "groups of ranks take steps of their own"
         if words == {"sum"}:
             return "missing reduction", "each rank has its own part of the sum"
@@ -450,20 +460,6 @@ class Diagnosis:
         if words and words <= {"sum", "group"}:
             return "wrong group", "groups of ranks have their own parts of the sum"
         return None
-
-    def _steps_in_groups(self, names: set[str]) -> bool:
-        """Return whether parameters that all ranks hold are alike after the step on some of them, in several groups."""
-        for name in names:
-            every = [
-                one["after"].get(own)
-                for one, placed in zip(self.own, self.places, strict=True)
-                for own, place in placed.items()
-                if place.name == name and place.dim is None
-            ]
-            values = [tuple(vector(entry).tolist()) for entry in every if entry]
-            if not 1 < len({*values}) < len(values) == self.n:
-                return False
-        return True
 
     def _copies_of_one(self, off: Sequence[Off]) -> tuple[str, str] | None:
         """Name a parameter of one process that is two on a rank, and those, if its gradient is another."""
@@ -541,7 +537,10 @@ class Diagnosis:
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
         elif not all(is_one([self._scale_of_update(o) for o in off if o.name == name], 5e-2) for name in names):
-            kind, why = "missing reduction", "no one factor lies between it and that of one process"
+            kind = "stale value" if self.number else "missing reduction"
+            why = "no one factor lies between it and that of one process" + ", and those before were right" * bool(
+                self.number
+            )
         return self.finding(place, ranks, kind, why, "the update differs")
 
     def _scale_of_update(self, off: Off) -> float | None:

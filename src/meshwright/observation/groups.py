@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .passes import Passes
-from .traces import rows_given
+from .traces import rows_given, vector
 
 
 def listed(ranks: list[int] | tuple[int, ...]) -> str:
@@ -90,9 +90,34 @@ def sums_strangers(passes: Passes, names: set[str]) -> str:
         homes = {own: place.name for own, place in passes.places[rank].items()}
         for event in (event for event in one["sent"] if event["kind"] == "all_reduce" and event["phase"] != "forward"):
             for name in {homes.get(own) for own in event["of"]} & names:
-                if len({keys[other][name] for other in event["ranks"] if name in keys[other]}) > 1:
-                    return f"all_reduce over {listed(event['ranks'])}, which hold other parts of it"
+                if len({keys[other].get(name) for other in event["ranks"]}) > 1:
+                    return f"all_reduce over {listed(event['ranks'])}, which hold other parts of it, or none"
     return ""
+
+
+def sums_twice(passes: Passes, names: set[str]) -> bool:
+    """Return whether a rank sums the gradient of each of these parameters more than once in a step."""
+    for rank, one in enumerate(passes.own):
+        homes = {own: place.name for own, place in passes.places[rank].items()}
+        sums = [event["of"] for event in one["sent"] if event["kind"] == "all_reduce" and event["phase"] != "forward"]
+        if all(sum(name in {homes.get(own) for own in of} for of in sums) > 1 for name in names):
+            return True
+    return False
+
+
+def steps_in_groups(passes: Passes, names: set[str]) -> bool:
+    """Return whether parameters that all ranks hold are alike after the step on some of them, in several groups."""
+    for name in names:
+        every = [
+            one["after"].get(own)
+            for one, placed in zip(passes.own, passes.places, strict=True)
+            for own, place in placed.items()
+            if place.name == name and place.dim is None
+        ]
+        values = [tuple(vector(entry).tolist()) for entry in every if entry]
+        if not 1 < len({*values}) < len(values) == len(passes.own):
+            return False
+    return True
 
 
 def sums_copies(passes: Passes, name: str) -> str:

@@ -45,6 +45,11 @@ class Pair:
         return self.error > self.rounding / 2
 
     @property
+    def is_shorter(self) -> bool:
+        """Return whether it is of 16 bits, and one process's of more."""
+        return "float16" in self.dtypes[0] and "float16" not in self.dtypes[1]
+
+    @property
     def is_permuted(self) -> bool:
         """Return whether tokens, or features, are one process's in another order."""
         return any(is_permuted(*both) for both in ((self.found, self.whole), self.features) if both is not None)
@@ -275,53 +280,6 @@ class Passes:
                     found[key] = (own + before if is_more else own), sight["scale"]
         return found
 
-    # --- draws
-
-    def wrong_draws(
-        self, earlier: list[tuple[dict[str, Any], list[dict[str, Any]]]]
-    ) -> tuple[str, tuple[int, ...], str] | None:
-        """Compare the states of generators at draws: (module, ranks, what is wrong).
-
-        Args:
-            earlier: the steps before, of one process and of the ranks.
-        """
-
-        def states(step: dict[str, Any], again: bool) -> list[str]:
-            return [draw["state"] for draw in step["draws"] if draw["again"] == again]
-
-        def lost(step: dict[str, Any]) -> bool:
-            return bool(set(states(step, True)) - set(states(step, False)))
-
-        place = next((draw["module"] for one in self.own for draw in one["draws"] if draw["module"]), "")
-        wrong = tuple(rank for rank, one in enumerate(self.own) if lost(one))
-        if wrong and not lost(self.whole):
-            return place, wrong, "recomputation draws other numbers than the forward did"
-        before = {state for whole, _ in earlier for state in states(whole, False)}
-        if not before & set(states(self.whole, False)):
-            wrong = tuple(
-                rank
-                for rank, one in enumerate(self.own)
-                if {state for _, own in earlier for state in states(own[rank], False)} & set(states(one, False))
-            )
-            if wrong:
-                return place, wrong, "numbers of an earlier step are drawn again"
-        sizes = {draw["module"]: draw.get("n") for draw in self.whole["draws"]}
-        groups: dict[Any, dict[int, tuple[Any, Any]]] = defaultdict(dict)
-        for rank, one in enumerate(self.own):
-            rows = tuple(row for call in one["calls"] for value in call["inputs"].values() for row in value["rows"])
-            for number, draw in enumerate(draw for draw in one["draws"] if not draw["again"]):
-                name = self.names[rank].get(draw["module"], draw["module"])
-                if sizes.get(name) == draw.get("n"):  # of a whole output, not of a share
-                    groups[rows, number, name][rank] = name, draw["state"]
-        usual = {draw["state"] for draw in self.whole["draws"]}
-        for same in groups.values():
-            found = {state for _, state in same.values()}
-            if len(found) > 1:
-                right = found & usual or {next(iter(same.values()))[1]}
-                wrong = tuple(rank for rank, (_, state) in same.items() if state not in right)
-                return next(iter(same.values()))[0], wrong, "ranks with the same rows draw different numbers"
-        return None
-
     # --- outputs
 
     def _shared(self, key: Key, at_first: bool = False) -> Iterator[tuple[int, Row, Row]]:
@@ -338,7 +296,8 @@ class Passes:
         found = []
         for rank, row, there in self._shared(key, at_first):
             if (values := self._aligned(rank, key[0], row, there)) is not None:
-                least = ROUNDING["bfloat16" if self.whole["short"] else there.dtype]
+                is_short = self.whole["short"] and ("float16" in there.dtype or "float16" not in row.dtype)
+                least = ROUNDING["bfloat16" if is_short else there.dtype]
                 is_whole = len(row.tokens) == len(there.tokens) and len(row.features) == len(there.features)
                 by_feature = (row.features, there.features) if is_whole else None
                 found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least, by_feature))
@@ -446,6 +405,13 @@ class Passes:
                 if outer and len({pair.rank for pair in pairs}) == len(self.own):
                     continue
             return key[0], off, pairs
+        return None
+
+    def first_shorter(self) -> tuple[str, list[Pair], list[Pair]] | None:
+        """Find the first module that returns 16 bits and rounds to them, where one process does not."""
+        for key in self.in_order():
+            if off := [pair for pair in self.pairs(key) if pair.is_shorter and pair.differs]:
+                return key[0], off, off
         return None
 
     def first_input(self, name: str) -> tuple[str, list[Pair]]:

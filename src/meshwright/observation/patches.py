@@ -5,6 +5,8 @@ Like the recorder, this file is loaded by its path into whatever environment the
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -62,6 +64,21 @@ def keep_identity(home: Any, name: str) -> None:
             setattr(home, name, patched)
 
     setattr(home, name, itself)
+
+
+def without_harm(recorder: Any, note: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a note that fails end the recording of its process, and not the script."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return note(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            recorder.closed = True
+            where = f"rank {recorder.met[0]}: nothing is recorded from step {recorder.n_done + 1} on"
+            print(f"meshwright observe: {where}, for {error!r}; the script goes on", file=sys.stderr, flush=True)
+            return None
+
+    return noted
 
 
 def expected(found: Tensor) -> Tensor:

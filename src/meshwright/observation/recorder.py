@@ -36,6 +36,7 @@ from meshwright.observation.patches import (
     instead,
     keep_identity,
     note_compilation,
+    without_harm,
 )
 from meshwright.observation.pieces import Piece, is_short, pieces_of, record, walk, wrapped_under
 from meshwright.observation.reruns import Reruns
@@ -272,7 +273,7 @@ class Recorder:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
+                state = optimizer.state.get(parameter) or {}  # ZeRO keeps a None for what other ranks step
                 gradient = parameter.grad
                 written = gradient is not None and self.versions.get(id(parameter)) != gradient._version
                 for piece in self.held.get(id(parameter), (None, []))[1]:
@@ -542,7 +543,7 @@ def install() -> None:
     cuts = recorder.settings.get("modules", True)
 
     def apart(note: Any) -> Any:  # the public way imports the compiler at once
-        return getattr(torch, "_disable_dynamo", torch.compiler.disable)(partial(note))
+        return getattr(torch, "_disable_dynamo", torch.compiler.disable)(without_harm(recorder, note))
 
     def quiet(note: Any) -> Any:
         """Keep a note out of compiled graphs: they are cut there, or left whole and unseen inside."""
@@ -578,10 +579,8 @@ def install() -> None:
     keep_identity(functional, ATTENTION)
     if cuts:
         count_keys(recorder)
-    for name in (*DROPOUTS, ATTENTION):
-        instead(functional, name, recorder)
-    for name in DRAWS:
-        instead(torch, name, recorder)
+    for home, name in (*((functional, name) for name in (*DROPOUTS, ATTENTION)), *((torch, name) for name in DRAWS)):
+        instead(home, name, recorder)
     before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
     before(torch, "load", quiet(recorder.loaded))
     after(torch.autograd, "grad", quiet(recorder.gave))

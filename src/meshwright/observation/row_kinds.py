@@ -17,7 +17,10 @@ def of_rows(passes: Passes, off: list[Pair], every: list[Pair]) -> tuple[str, st
     if is_one(factors):
         return ("double reduction" if near(factors[0], n) else "wrong scale"), f"{factors[0]:.6g} times"
     by_rank = [[f for f, pair in zip(factors, off, strict=True) if pair.rank == rank] for rank in range(n)]
-    if n > 1 and all(len(some) > 1 and is_one(some) for some in by_rank):
+    scales = [{f and round(f, 2) for f in some} for some in by_rank]  # several, where a step calls the module again
+    if n > 1 and all(
+        None not in own and 0 < 2 * len(own) <= len(some) for own, some in zip(scales, by_rank, strict=True)
+    ):
         return "missing reduction", "each rank has a scale of its own"
     if n > 1 and passes.add_up([pair for pair in every if pair.row in {p.row for p in off}]):
         return "missing reduction", "each rank has its own part of the sum"
