@@ -16,6 +16,7 @@ from meshwright.core.names import EXPERTS, HEADS, KEY_HEADS, TOP_K, WIDTH, is_wi
 from meshwright.distributed.memory.dry_run import SavedByBlock
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.introspection.measurements import stated
+from meshwright.introspection.small.configs import text_config
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning.data import JOINS_BLOCKS
 from meshwright.planning.layout import Layout
@@ -44,7 +45,7 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
     # the width of the residual stream: as stated, else the commonest dim of the blocks' weights
     hidden = stated(facts.module, *WIDTH) or (max(set(dims), key=dims.count) if dims else 1)
-    core = None
+    core, windows = None, getattr(text_config(facts.module), "layer_types", None) or ()
     if facts.attentions and (heads := stated(facts.module, *HEADS)):
         size = stated(facts.module, "qk_head_dim", "head_dim") or hidden // heads
         values, window = stated(facts.module, "v_head_dim") or size, stated(facts.module, "sliding_window") or 0
@@ -52,11 +53,13 @@ def architecture_of(facts: ModelFacts) -> Architecture:
     stacks = {path: stack.experts for path, stack in find_stacks(facts.module).items()}
     kinds: dict[tuple, BlockShape] = {}
     blocks = []
-    for path in facts.blocks:
-        parameters = facts.of_unit(path)
-        key = tuple((p.name.removeprefix(path), p.shape) for p in parameters)
+    for number, path in enumerate(facts.blocks):
+        parameters, own = facts.of_unit(path), core
+        if core is not None and len(windows) == len(facts.blocks) and windows[number] == "full_attention":
+            own = replace(core, window=0)
+        key = own, *((p.name.removeprefix(path), p.shape) for p in parameters)
         if key not in kinds:
-            kinds[key] = _block(facts, path, parameters, hidden, core, stacks)
+            kinds[key] = _block(facts, path, parameters, hidden, own, stacks)
         blocks.append(kinds[key])
     outside = facts.of_unit("") if facts.blocks else facts.parameters
     tables = [p for p in outside if len(p.shape) == 2]
@@ -75,16 +78,16 @@ def _block(
     core: AttentionShape | None,
     stacks: dict[str, int],
 ) -> BlockShape:
-    products, stacked, experts, other = [], [], 0, 0
+    products, stacked, experts, other, whole = [], [], 0, 0, False
     attends = [a for a in facts.attentions if is_within(a, path)]
     width, entering = 0, 0
     for p in parameters:
         stack = next((s for s in stacks if is_within(p.name, s)), None)
         if stack is not None and len(p.shape) == 3:
-            experts = stacks[stack]
+            experts, whole = stacks[stack], True
             stacked.append(Product(p.shape[2], p.shape[1], "column"))
         elif (held := _among_experts(facts, p, path)) is not None:
-            experts, first = held
+            (experts, first), whole = held, whole or len(p.shape) == 3
             stacked += [first] if first.columns else []
         elif len(p.shape) == 2 and min(p.shape) > 1:
             columns, depth = p.shape
@@ -108,7 +111,7 @@ def _block(
                 f" none (looked for {', '.join(TOP_K)}): state it in model.config, which may be"
                 f" types.SimpleNamespace({TOP_K[0]}=2)"
             )
-        mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked))
+        mixture = ExpertsShape(experts, min(experts, top_k), inner, tuple(stacked), whole=whole)
     module = facts.module.get_submodule(attends[0]) if attends else None
     if core is None and isinstance(module, nn.MultiheadAttention):  # torch's own states its heads
         size = module.embed_dim // module.num_heads
@@ -153,6 +156,10 @@ def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniqu
         yield f"techniques.cpu_offload = {key}: the seconds leave out {moved} to and from host memory{rest}."
     if techniques.activation_checkpointing == "offload":
         yield "techniques.activation_checkpointing = offload: the seconds leave out transfers to and from host memory."
+    if (mode := techniques.activation_checkpointing) in WHOLE and mode not in ("full", "every_n"):
+        yield f"techniques.activation_checkpointing = {mode} is foreseen as full: it holds more, and is faster."
+    if techniques.optimizer == "muon":
+        yield "techniques.optimizer = muon: the seconds leave out the products that orthogonalise its updates."
     shapes, order = architecture.kinds
     silent = [place for place, kind in enumerate(order) if shapes[kind].attention is None]
     if silent:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import Literal
 
 from meshwright.planning.data import blocks_by_bytes
@@ -71,6 +72,8 @@ class ExpertsShape:
         biased: whether experts' outputs have biases, added in fp32 where products are not grouped.
         clamped: whether both halves that a gate joins are clamped first, in kernels of their own where products are
             not grouped.
+        whole: whether, without an expert axis, owners share them out by whole experts and a tensor axis not at all, as
+            this library does with stacks.
     """
 
     number: int
@@ -80,6 +83,7 @@ class ExpertsShape:
     shared: tuple[Product, ...] = ()
     biased: bool = False
     clamped: bool = False
+    whole: bool = False
 
     @cached_property
     def elements(self) -> int:
@@ -493,9 +497,14 @@ class Job:
     def data_ranks(self) -> int:
         return _data_ranks(self.layout)
 
+    @property
+    def turns(self) -> float:
+        """Microbatches of a rank, of which the last may have fewer rows."""
+        return max(1.0, self.rows / self.data_ranks / self.microbatch)
+
     @cached_property
     def microbatches(self) -> int:
-        return max(1, round(self.rows / self.data_ranks / self.microbatch))
+        return ceil(self.turns - 1e-6)
 
     @cached_property
     def tokens(self) -> float:
@@ -519,10 +528,16 @@ class Job:
             return 1
         return self.execution.shards or self.layout.dp_shard * self.layout.cp
 
-    @property
-    def expert_owners(self) -> int:
-        """Ranks that share an expert's optimizer state, among those with the same experts."""
-        return max(1, self.owners * self.layout.tp // self.layout.ep) if self.execution.zero else 1
+    @cached_property
+    def expert_shares(self) -> tuple[float, float]:
+        """Ranks that share an expert's optimizer state, among those with the same experts, by the fullest's share; and
+        how many times larger padding for ranks without one makes gathered experts."""
+        kinds, ep = self.architecture.kinds[0], self.layout.ep
+        whole = {block.experts.number for block in kinds if block.experts and block.experts.whole and ep == 1}
+        ranks = max(1, self.owners * (1 if whole else self.layout.tp) // ep) if self.execution.zero else 1
+        most = [(n, -(-n // ranks)) for n in whole]
+        owners = min((n / fullest for n, fullest in most), default=ranks)
+        return owners, max((ranks * fullest / n for n, fullest in most), default=1.0)
 
     @cached_property
     def owner_group(self) -> Group:

@@ -134,7 +134,7 @@ class SavedBytes:
             if homes[-1] == rank and not (model.tied and homes[0] == rank):
                 ends += model.head_elements
             dense, experts = part.dense / layout.tp, part.experts / layout.ep
-            largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep
+            largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep * job.expert_shares[1]
             largest *= max((job.joined(b) for b, n in zip(model.kinds[0], part.counts, strict=True) if n), default=1)
             outside = ends if run.gathers_ends else model.head_elements
             self._known[key] = (part.dense + ends) / layout.tp, experts, dense + experts, largest, outside
@@ -154,7 +154,7 @@ def least_memory(job: Job) -> float:
     """Return a lower bound of a rank's bytes: master weights, one gradient and the optimizer's state, all sharded."""
     run, layout, model = job.execution, job.layout, job.architecture
     dense = model.dense_elements / layout.tp / job.owners
-    experts = model.expert_elements / layout.ep / job.expert_owners
+    experts = model.expert_elements / layout.ep / job.expert_shares[0]
     resting = run.master_bytes if run.trained == 1.0 else run.weight_bytes or run.compute_bytes
     each = resting + (run.gradient_bytes + run.optimizer_bytes) * run.trained
     return (dense + experts) / layout.pp * each * (not run.rests_on_host) + job.machines.device.context_bytes
@@ -166,7 +166,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     dense, experts, *whole = saved.elements(job, rank)
     activations, logits, working = saved.most(job, rank)
     elements = dense + experts
-    owned = dense / job.owners + experts / job.expert_owners
+    owned = dense / job.owners + experts / job.expert_shares[0]
     trained, weight = run.trained, run.weight_bytes or run.compute_bytes
     if run.zero == 3:
         parameters = owned * (run.master_bytes if trained == 1.0 else weight)

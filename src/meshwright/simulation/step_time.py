@@ -270,7 +270,7 @@ def least_step_seconds(job: Job, kinds: Kinds, *, closely: bool = False) -> floa
         fullest = _fullest(job, stages)
     if stages is None or job.execution.zero != 3:
         forward, backward = (costs.seconds for costs in rank_costs(job, kinds, fullest))
-    makespan = job.microbatches * (forward + backward)
+    makespan = job.turns * (forward + backward)
     if stages is not None:
         makespan = least_pipeline_seconds(job, stages, () if closely else {0, fullest, job.layout.pp - 1})
     exposed, hidden = _data(job, kinds, fullest, backward)
@@ -282,8 +282,9 @@ def _step(job: Job, kinds: Kinds, stages: StageSeconds | None, makespan: float, 
     fullest = 0 if stages is None else _fullest(job, stages)
     forward, backward = rank_costs(job, kinds, fullest)
     costs = Costs()
-    costs.add_all(forward, job.microbatches)
-    costs.add_all(backward, job.microbatches)
+    turns = job.turns if stages is None else job.microbatches
+    costs.add_all(forward, turns)
+    costs.add_all(backward, turns)
     if stages is not None:
         costs.add(Cost.BUBBLE, max(0.0, makespan - costs.seconds))
         costs.add(Cost.PIPELINE, messages)
@@ -346,7 +347,7 @@ class Kinds:
 def least_time(job: Job, kinds: Kinds) -> float:
     """Return a lower bound of a step's seconds for all jobs with these blocks: their work, perfectly spread."""
     work = kinds.forward[-1] + kinds.backward[-1] + sum(costs.seconds for costs in kinds.ends)
-    return job.microbatches * work / job.layout.pp
+    return job.turns * work / job.layout.pp
 
 
 def stage_seconds(job: Job, kinds: Kinds) -> StageSeconds:
@@ -413,10 +414,10 @@ def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[floa
     if job.replica_group.size > 1:
         replicas = machines.reduce_s(dense * reduced / job.owners, job.replica_group)
     if block.experts:
-        own, group = block.experts.elements / layout.ep * together, job.expert_replicas
-        experts = machines.gather_s(own * run.gathered_element, group)
+        own = block.experts.elements / layout.ep * together * job.expert_shares[1]
+        experts = machines.gather_s(own * run.gathered_element, job.expert_replicas)
         gathers, again = gathers + experts, again + experts
-        reduces += machines.gather_s(own * reduced, group)
+        reduces += machines.gather_s(own * reduced, job.expert_replicas)
     forwards = job.microbatches if run.gathers_each else 1
     backwards = job.microbatches if run.gathers_each else 0
     reductions = job.microbatches if run.reduces_each else 1
@@ -468,6 +469,6 @@ def optimizer_seconds(job: Job) -> float:
     dense = model.dense_elements + model.embedding_elements + model.head_elements
     experts = model.expert_elements
     own = dense / layout.tp / layout.pp / job.owners
-    own += experts / layout.pp / layout.ep / job.expert_owners
+    own += experts / layout.pp / layout.ep / job.expert_shares[0]
     moved = run.gradient_bytes * 2 + 2 * (run.master_bytes + run.optimizer_bytes) + run.copy_bytes
     return job.machines.device.traffic_s(own * moved * run.trained)
