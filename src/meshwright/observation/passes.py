@@ -408,9 +408,15 @@ class Passes:
         return None
 
     def first_shorter(self) -> tuple[str, list[Pair], list[Pair]] | None:
-        """Find the first module that returns 16 bits and rounds to them, where one process does not."""
-        for key in self.in_order():
-            if off := [pair for pair in self.pairs(key) if pair.is_shorter and pair.differs]:
+        """Find the first module that returns 16 bits and rounds to them, where one process does not.
+
+        A policy may cast other modules than autocast does, but then all layers alike.
+        """
+        every = {key: pairs for key in self.in_order() if (pairs := self.pairs(key))}
+        kinds = {(re.sub(r"\d+", "#", key[0]), pair.is_shorter) for key, pairs in every.items() for pair in pairs}
+        for key, pairs in every.items():
+            off = [pair for pair in pairs if pair.is_shorter and pair.differs]
+            if off and (not self.whole["short"] or (re.sub(r"\d+", "#", key[0]), False) in kinds):
                 return key[0], off, off
         return None
 
