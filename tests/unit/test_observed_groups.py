@@ -16,6 +16,7 @@ from meshwright.observation.groups import (
     sums_a_copy,
     sums_copies,
     sums_strangers,
+    sums_twice,
 )
 from meshwright.observation.traces import Place
 
@@ -139,6 +140,19 @@ def test_numbers_that_are_summed_over_ranks_which_have_them_in_common(groups, va
 )
 def test_gradients_that_are_summed_over_ranks_with_other_parts(groups, keys, name, is_found):
     assert bool(sums_strangers(passes(groups, keys=keys), {name})) == is_found
+
+
+def test_gradients_that_are_summed_over_ranks_without_the_parameter():
+    found = passes(EVERY)
+    found.places[2].clear()
+    assert sums_strangers(found, {"mix.weight"})
+
+
+@pytest.mark.parametrize(("again", "is_found"), [([], False), (["other.weight"], False), (["own.weight"], True)])
+def test_gradients_that_are_summed_twice(again, is_found):
+    found = passes(EVERY)
+    found.own[1]["sent"].append(event(EVERY[1], phase="backward", of=again))
+    assert sums_twice(found, {"mix.weight"}) == is_found and not sums_twice(found, {"mix.weight", "mix.bias"})
 
 
 def test_a_places_collectives_are_said():

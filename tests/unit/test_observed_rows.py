@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from meshwright.observation.blame import Blame
 from meshwright.observation.copied import Copied
-from meshwright.observation.diagnosis import Diagnosis
+from meshwright.observation.groups import steps_in_groups
 from meshwright.observation.passes import Pair, Passes
 from meshwright.observation.patches import count_keys, keys_by_mask
 from meshwright.observation.resumes import Resume
 from meshwright.observation.row_kinds import of_rows
+from meshwright.observation.settings import wrong_draws
 from meshwright.observation.traces import Place, Run, parts_of_rows, places_in, rows_given
 
 ROWS, HEADS, QUERIES, KEYS = 2, 3, 4, 6
@@ -219,12 +220,13 @@ def test_a_moment_that_was_another_parameters(rates):
         ((2.0, 2.0, 2.0, 2.0), "double reduction"),
         ((1.5, 1.5, 1.5, 1.5), "wrong scale"),
         ((1.5, 1.5, 0.7, 0.7), "missing reduction"),
+        ((1.5, 1.5, 1.2, 1.2, 0.7, 0.7, 0.9, 0.9), "missing reduction"),  # in two calls
         ((1.5, 0.7, 1.5, 0.7), None),
     ],
 )
 def test_rows_that_ranks_scale(scales, kind):
-    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    pairs = [Pair(n // 2, "abcd"[n], scale * rows[n], rows[n], ("", "")) for n, scale in enumerate(scales)]
+    rows, each = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)), len(scales) // 2
+    pairs = [Pair(n // each, str(n), scale * rows[n], rows[n], ("", "")) for n, scale in enumerate(scales)]
     passes = SimpleNamespace(own=[{}, {}], add_up=lambda _: False)
     assert (of_rows(passes, pairs, pairs) or (None, ""))[0] == kind  # type: ignore[arg-type]
 
@@ -276,13 +278,15 @@ def test_a_copy_differs_where_no_rank_has_it_right(held, differ):
     assert copies_off([(2.0, 4.0)], [[own] for own in held]) == [(rank, 0) for rank in differ]
 
 
-def copies_off(whole: list[tuple[float, ...]], ranks: list[list[tuple[float, ...]]]) -> list[tuple[int, int]]:
+def copies_off(
+    whole: list[tuple[float, ...]], ranks: list[list[tuple[float, ...]]], world: int = 0
+) -> list[tuple[int, int]]:
     """Ranks and numbers of the copies that differ in the first step, of copies of a parameter that was (1, 2)."""
 
     def step(copies: list[tuple[float, ...]]) -> dict:
         return {"before": {"w": entry(1.0, 2.0)}, "copies": [{"owner": "", "held": {"w": entry(*v)}} for v in copies]}
 
-    run = Run(None, [{"steps": [step(copies)]} for copies in ranks])  # type: ignore[arg-type]
+    run = Run(None, [{"steps": [step(copies)], "world": world} for copies in ranks])  # type: ignore[arg-type]
     copied = Copied({"steps": [step(whole)]}, run, [{"w": Place("w")}] * len(ranks), [])
     return [(off.rank, number) for off, number in copied.off(0, 12.0, 0.1)]
 
@@ -310,8 +314,51 @@ def test_parameters_that_an_older_step_left():
 @pytest.mark.parametrize(("after", "is_so"), [("aabb", True), ("aaaa", False), ("abcd", False), ("aab.", False)])
 def test_ranks_that_take_a_step_in_groups(after, is_so):
     own = [{"after": {} if key == "." else {"w": entry(ord(key), 2.0)}} for key in after]
-    diagnosis = SimpleNamespace(own=own, places=[{"w": Place("w")}] * 4, n=4)
-    assert Diagnosis._steps_in_groups(diagnosis, {"w"}) == is_so  # type: ignore[arg-type]
+    passes = SimpleNamespace(own=own, places=[{"w": Place("w")}] * 4)
+    assert steps_in_groups(passes, {"w"}) == is_so  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("whole", "own", "wrong"),
+    [
+        ("a", "aa", None),  # the mask of whole rows
+        ("a", "ab", (1,)),
+        ("a", "xy", (1,)),  # of an own seed, and ranks must agree
+        ("ab", "ab", None),  # one process draws the parts of both ranks
+        ("ab", "aa", (1,)),
+        ("abc", "aba", (2,)),
+    ],
+)
+def test_ranks_with_the_same_rows_draw_alike_or_the_parts_of_one_process(whole, own, wrong):
+    def step(states: str) -> dict:
+        draws = [{"module": "drop", "state": state, "again": False, "n": 8} for state in states]
+        return {"calls": [{"inputs": {"ids": {"rows": ["r"]}}}], "draws": draws}
+
+    passes = SimpleNamespace(own=[*map(step, own)], whole=step(whole), names=[{}] * len(own))
+    assert (wrong_draws(passes, []) or ("", None))[1] == wrong  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "short", "found"),
+    [
+        ({"a.0": "bfloat16", "a.1": "float32"}, False, "a.0"),
+        ({"a.0": "bfloat16", "a.1": "bfloat16"}, False, "a.0"),  # one process has no 16 bits at all
+        ({"a.0": "float32", "a.1": "bfloat16"}, True, "a.1"),  # one of several alike layers
+        ({"a.0": "bfloat16", "a.1": "bfloat16"}, True, None),  # a policy that casts other modules than autocast does
+        ({"a.0": "float32", "a.1": "float32"}, True, None),
+    ],
+)
+def test_a_module_of_16_bits_where_one_process_has_more(dtypes, short, found):
+    def pairs(key: tuple[str, int]) -> list[Pair]:
+        return [Pair(0, "r", torch.ones(3) * 1.001, torch.ones(3), (dtypes[key[0]], "float32"))]
+
+    passes = SimpleNamespace(whole={"short": short}, in_order=lambda: [(name, 1) for name in dtypes], pairs=pairs)
+    assert (Passes.first_shorter(passes) or (None,))[0] == found  # type: ignore[arg-type]
+
+
+def test_a_copy_beside_a_rank_that_never_steps_is_not_judged():
+    held = [(1.0, 2.0)]
+    assert copies_off([(2.0, 4.0)], [held, held]) and not copies_off([(2.0, 4.0)], [held, held], world=3)
 
 
 def test_what_a_checkpoint_has_no_name_for_was_not_saved():

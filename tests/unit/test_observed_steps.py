@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.observation.blame import Blame
-from meshwright.observation.patches import before
+from meshwright.observation.patches import before, without_harm
 from meshwright.observation.recorder import Recorder
 from meshwright.observation.traces import NOTHING, Run, left_to_next_turn, matched, of_rounding, places_in, steps_away
 
@@ -123,3 +123,15 @@ def test_a_tensor_that_is_unpickled_is_no_file_that_is_read():
         file.seek(0)
         torch.load(file)
     assert recorder.now["loaded"] == ["before"]
+
+
+def test_a_note_that_fails_ends_the_recording_and_not_the_script(capsys):
+    recorder = SimpleNamespace(closed=False, n_done=2, met=(1, 4))
+
+    def note(value):
+        return 1 / value
+
+    noted = without_harm(recorder, note)
+    assert noted(2) == 0.5 and not recorder.closed
+    assert noted(0) is None and recorder.closed
+    assert "rank 1: nothing is recorded from step 3 on, for ZeroDivisionError" in capsys.readouterr().err

@@ -13,12 +13,13 @@ from meshwright.distributed.memory import dry_run
 from meshwright.distributed.memory.dry_run import SavedByBlock, estimate_memory, saved_by_blocks
 from meshwright.introspection.facts import model_facts
 from meshwright.introspection.source import as_module
-from meshwright.models.decoder_config import SIZES
+from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan
 from meshwright.simulation import foresee as foresee_module
 
 MODEL = replace(SIZES["1B"], n_layers=6, vocab_size=4096)
 FACTS = model_facts(as_module(MODEL))
+MIXTURE = model_facts(as_module(replace(SIZES["debug"], dim=256, moe=MoEConfig(n_experts=4, hidden_dim=2048))))
 ONE = Cluster(1, 1, "cpu")
 ALONE = plan(FACTS, Layout(dp_shard=1), cluster=ONE)
 CARDS = Cluster(8, gpu="h100")
@@ -106,17 +107,24 @@ CASES = {
 }
 
 
+STACKS = {
+    "fewer experts than owners": (Layout(dp_shard=8), {}, 8, 1),
+    "tensor, experts whole": (Layout(dp_shard=2, tp=4), {}, 8, 2),
+}
+"""For a mixture of four experts, which hold most of its parameters."""
+
 LEAST = 0.85
 """Least share of the dry run's bytes that a forecast may count."""
 
 
 def of_dry_run(name: str) -> float:
     """Bytes of tensors that a forecast counts, over those of the dry run."""
-    layout, techniques, rows, microbatch = CASES[name]
-    batch = Batch(rows, 4096, microbatch, 4096)
-    found = foresee(FACTS, layout, batch=batch, cluster=CARDS, techniques=techniques).candidates[0]
+    layout, techniques, rows, microbatch = (CASES | STACKS)[name]
+    length, facts = (4096, FACTS) if name in CASES else (64, MIXTURE)
+    batch = Batch(rows, length, microbatch, length)
+    found = foresee(facts, layout, batch=batch, cluster=CARDS, techniques=techniques).candidates[0]
     memory = found.candidate.memory
-    dry = estimate_memory(FACTS, found.plan, batch).of()
+    dry = estimate_memory(facts, found.plan, batch).of()
     return (memory.total - memory.context - memory.fragmented) / dry.total
 
 
@@ -126,6 +134,12 @@ def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
     share = of_dry_run(name)
     measured(name, "forecast over dry run", {"tensors": share})
     assert LEAST < share < 1.2
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("name", STACKS)
+def test_experts_are_counted_as_owners_share_them_out(name):
+    assert LEAST < of_dry_run(name) < 1.25
 
 
 @pytest.mark.all
