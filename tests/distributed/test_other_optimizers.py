@@ -174,7 +174,7 @@ def test_what_no_trial_can_judge_is_refused_by_name_on_every_layout(name, layout
     assert re.match(rf"optimizer: {name} {NEVER[name]}", words)
 
 
-@pytest.mark.follows("layout.pp")
+@pytest.mark.follows("layout.pp = …")
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, ByAll, ByAnEstimate, Signed])
 @ranks(2)
 def test_an_optimizer_of_all_parameters_together_is_refused_in_stages(kind):

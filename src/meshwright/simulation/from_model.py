@@ -159,7 +159,7 @@ def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniqu
     if (mode := techniques.activation_checkpointing) in WHOLE and mode not in ("full", "every_n"):
         yield f"techniques.activation_checkpointing = {mode} is foreseen as full: it holds more, and is faster."
     if techniques.optimizer == "muon":
-        yield "techniques.optimizer = muon: the seconds leave out the products that orthogonalise its updates."
+        yield "optimizer.kind = muon: the seconds leave out the products that orthogonalise its updates."
     shapes, order = architecture.kinds
     silent = [place for place, kind in enumerate(order) if shapes[kind].attention is None]
     if silent:
