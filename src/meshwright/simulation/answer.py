@@ -234,8 +234,8 @@ HEADS = ("layout", "switches", "memory per GPU", "", "step", "tokens/s/GPU", "MF
 
 # --- find the numbers of GPUs next to one that no layout fills
 
-FARTHEST = 4
-"""Counts are looked for from a quarter of the requested one to four times as many."""
+FARTHEST, MOST_COUNTS = 4, 4096
+"""Counts are looked for from a quarter of the requested one to four times as many, and so many on each side."""
 TRIED = 6
 """Candidates of one count that rules may refuse before it is given up."""
 MEASURED = 1000
@@ -244,7 +244,7 @@ MEASURED = 1000
 
 def words(count: int, works: Callable[[int], bool]) -> str:
     """Return a sentence with the nearest counts that ``works``: "Nearest counts that work: 288 or 304 GPUs."."""
-    least, most = math.ceil(count / FARTHEST), FARTHEST * count
+    least, most = max(math.ceil(count / FARTHEST), count - MOST_COUNTS), min(FARTHEST * count, count + MOST_COUNTS)
     sides = range(count - 1, least - 1, -1), range(count + 1, most + 1)
     found = [n for n in (next(filter(works, side), None) for side in sides) if n is not None]
     if not found:
