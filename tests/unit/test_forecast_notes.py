@@ -183,6 +183,29 @@ def test_a_stated_layout_that_does_not_fit_says_what_would_make_it_fit(batch, te
     assert asked(replace(batch, microbatch_rows=int(rows)), **changes).chosen is not None
 
 
+@pytest.mark.parametrize(
+    ("size", "batch", "cluster", "techniques", "remedy"),
+    [
+        ("8B", Batch(16, 4096), Cluster(8, gpu="a100-40gb"), {}, {"activation_checkpointing": "full"}),
+        (
+            "70B",
+            Batch(512, 8192, 1),
+            Cluster(256, gpu="h100"),
+            {"activation_checkpointing": "full"},
+            {"sync_grad_accum": True},  # gradients of several microbatches wait whole
+        ),
+    ],
+)
+def test_one_switch_is_enough_where_one_is(size, batch, cluster, techniques, remedy):
+    def asked(**changes: Any):
+        layout = Layout(dp_shard=cluster.world)
+        return foresee(SIZES[size], layout, batch=batch, cluster=cluster, techniques={**techniques, **changes})
+
+    ((key, value),) = remedy.items()
+    assert asked().notes[0].startswith(f"Set techniques.{key} = {str(value).lower()}: it fits then")
+    assert asked(**remedy).chosen is not None
+
+
 CLUSTER = Cluster(8, gpu="h100")
 
 

@@ -129,7 +129,7 @@ def test_a_layout_that_does_not_fit_is_no_choice():
     assert json.loads(judged.to_json())["chosen"] is None
     with pytest.raises(ConfigError, match="nothing fits on 1 RTX4090: the smallest layout .* GB too much"):
         foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"))
-    with pytest.raises(ConfigError, match="Take more GPUs or a larger card, or shorter rows"):
+    with pytest.raises(ConfigError, match="Or take more GPUs or a larger card, or shorter rows"):
         few = {"optimizer_state": "8bit"}
         foresee(SIZES["8B"], batch=Batch(64, 4096), cluster=Cluster(1, gpu="rtx4090"), techniques=few)
 
@@ -319,5 +319,6 @@ def test_a_legal_layout_is_found_where_rules_refuse_all_of_the_fastest():
 
 
 def test_a_stated_microbatch_that_fills_no_layout_is_named_with_what_fits_without():
-    with pytest.raises(ConfigError, match=r"batch of 16 rows and microbatch=7\. Without microbatch=7 this fits: "):
-        foresee(MODEL, batch=Batch(16, 64, 7), cluster=H100)
+    with pytest.raises(ConfigError, match=r"batch of 16 rows and microbatch=17\. Without microbatch=17 this fits: "):
+        foresee(MODEL, batch=Batch(16, 64, 17), cluster=H100)
+    assert foresee(MODEL, batch=Batch(16, 64, 7), cluster=H100).candidates[0].figures["microbatch"] == 7

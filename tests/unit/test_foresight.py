@@ -389,7 +389,7 @@ def test_the_config_that_plan_prints_is_one(tmp_path, capsys, kind):
 def test_plan_judges_a_layout_that_is_given_and_refuses_what_fits_nowhere(tmp_path, capsys):
     (tmp_path / "c.toml").write_text(CONFIG)
     given = ["plan", str(tmp_path / "c.toml"), "--gpus", "8", "--layout.dp_replicate", "8", "--layout.dp_shard", "1"]
-    assert main([*given, "--gpu", "rtx4090"]) == 0
+    assert main([*given, "--gpu", "rtx4090"]) == 1
     assert "GB too much" in capsys.readouterr().out
     assert main(["plan", str(tmp_path / "c.toml"), "--gpus", "1", "--gpu", "rtx4090"]) == 2
     assert "nothing fits on 1 RTX4090" in capsys.readouterr().err

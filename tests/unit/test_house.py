@@ -92,7 +92,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 716, 5),
     "observation": (20, 4557, 53),
     "planning": (34, 8601, 42),
-    "simulation": (13, 4523, 27),
+    "simulation": (13, 4551, 26),
     "training": (41, 11033, 46),
     "verification": (15, 3724, 7),
 }

@@ -63,12 +63,17 @@ CHOSEN = {
 }
 """Key of a pin -> technique that a search chooses where the request does not state it."""
 
+ROWS = "batch.microbatch"
 REMEDIES: tuple[tuple[str, Any], ...] = (
-    ("batch.microbatch", 1),
-    ("techniques.activation_checkpointing", "full"),
     ("techniques.loss_chunks", 64),
+    ("techniques.sync_grad_accum", True),
+    ("techniques.zero_stage", 3),
+    (ROWS, 1),
+    ("techniques.activation_checkpointing", "full"),
     ("techniques.optimizer_state", "8bit"),
     ("techniques.precision.master", "bfloat16"),
+    ("techniques.cpu_offload", "optimizer"),
+    ("techniques.cpu_offload", True),
 )
 """Changes that make a layout smaller, in the order in which they are tried where nobody stated the key."""
 
@@ -275,9 +280,10 @@ class _Question:
         judged = proposal(Candidate(job, time, memory), self.techniques, plan)
         notes = tuple(left_out(self.facts, job.architecture, self.techniques))
         if not judged.fits:
-            wider = "take another layout, more GPUs or shorter rows."
-            remedy = self._remedy(self.layout, self.techniques) or f"No change of a switch makes it fit: {wider}"
-            notes = (remedy.strip(), *notes)
+            none = "No change of a switch makes it fit, of those that are not stated: "
+            scale = memory.total / step_memory(job).total if rehearsed else 1.0
+            remedy = self._remedy(self.layout, self.techniques, self.batch.microbatch_rows, scale)
+            notes = (remedy.strip() or f"{none}take another layout, more GPUs or shorter rows.", *notes)
         return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False, notes=notes)
 
     def _searched(self, progress: Progress | None) -> Foresight:
@@ -290,7 +296,8 @@ class _Question:
         if not found.best and found.smallest is not None:
             smallest, device = found.smallest, job.machines.device
             beyond = (smallest.memory.total - device.memory_bytes) / 1e9
-            remedy = self._remedy(smallest.job.layout, techniques_of(smallest.job, self.techniques))
+            chosen = techniques_of(smallest.job, self.techniques)
+            remedy = self._remedy(smallest.job.layout, chosen, int(smallest.job.microbatch))
             raise ConfigError(
                 f"nothing fits on {world} {device.name}: the smallest layout ({smallest.job.layout}, recompute"
                 f" {smallest.job.execution.recompute}) needs {smallest.memory.total / 1e9:.1f} GB on a GPU,"
@@ -329,31 +336,51 @@ class _Question:
             notes=tuple(left_out(self.facts, job.architecture, self.techniques)),
         )
 
-    def _remedy(self, layout: Layout, techniques: Techniques) -> str:
-        """Say with which changes of what nobody stated a layout fits, and its memory then; "" where none are enough."""
-        world, least = self.cluster.world, 2 if self.batch.pairs else 1
+    def _remedy(self, layout: Layout, techniques: Techniques, own: int, scale: float = 1.0) -> str:
+        """Say with which changes of what nobody stated a layout fits, and its memory then; "" where none are enough.
 
-        def memory(changes: Sequence[tuple[str, Any]]) -> float:
-            """Return the bytes on a GPU with changes; infinite where rules refuse them."""
+        Args:
+            own: rows of a microbatch where they are not changed; 0: all of a rank.
+            scale: bytes that the layout needs over those that are foreseen.
+        """
+        world = self.cluster.world
+
+        @cache
+        def memory(changes: tuple[tuple[str, Any], ...]) -> float:
+            """Return the bytes on a GPU with changes; infinite where rules or pins refuse them."""
             values = {key.rpartition(".")[2]: value for key, value in changes}
-            rows = least if values.pop("microbatch", 0) else self.batch.microbatch_rows
-            dtype = values.pop("master", techniques.precision.master)
-            changed = replace(techniques, precision=replace(techniques.precision, master=dtype), **values)
+            rows, dtype = values.pop("microbatch", 0), values.pop("master", techniques.precision.master)
+            values["precision"] = replace(techniques.precision, master=dtype)
             with suppress(MeshwrightError):
-                return step_memory(self._legal(world, layout, changed, rows)[1]).total
+                _kept(replace(self.techniques, **values), replace(self.batch, microbatch_rows=rows), self.pins)
+                job = self._legal(world, layout, replace(techniques, **values), rows or own)[1]
+                return scale * step_memory(job).total
             return float("inf")
 
         def is_open(key: str) -> bool:
-            if key == "batch.microbatch":
-                return not self.batch.microbatch_rows
-            return not _is_stated(self.techniques, key.removeprefix("techniques."))
+            stated = (
+                self.batch.microbatch_rows if key == ROWS else _is_stated(self.techniques, key[len("techniques.") :])
+            )
+            return not stated
 
-        limit, usable = self._machines(world).device.memory_bytes, [one for one in REMEDIES if is_open(one[0])]
-        enough = next((usable[:n] for n in range(1, len(usable) + 1) if memory(usable[:n]) <= limit), [])
+        usable = [(key, self.batch.rows_together if key == ROWS else value) for key, value in REMEDIES if is_open(key)]
+
+        def tried() -> Iterator[tuple[tuple[str, Any], ...]]:
+            """Yield each change alone, then more and more that rules allow together."""
+            yield from ((one,) for one in usable)
+            for first in (False, True):  # several microbatches may accumulate whole gradients
+                some: dict[str, Any] = {}
+                for key, value in sorted(usable, key=lambda one: one[0] != ROWS):
+                    more = some | {key: value}
+                    if (first or key != ROWS) and memory(tuple(more.items())) < float("inf"):
+                        yield tuple((some := more).items())
+
+        limit = self._machines(world).device.memory_bytes
+        enough = next((changes for changes in tried() if memory(changes) <= limit), ())
         for one in enough[:-1]:  # leave out what is not needed
-            fewer = [other for other in enough if other != one]
+            fewer = tuple(other for other in enough if other != one)
             enough = fewer if memory(fewer) <= limit else enough
-        words = ", ".join(f"{key} = {least if key == 'batch.microbatch' else value}" for key, value in enough)
+        words = ", ".join(f"{key} = {str(value).lower()}" for key, value in enough)
         return f"Set {words}: it fits then, with {memory(enough) / 1e9:.1f} GB on a GPU. " if enough else ""
 
     def _legal(self, count: int, layout: Layout, techniques: Techniques, rows: int) -> tuple[Plan, Job]:

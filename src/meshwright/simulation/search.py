@@ -151,10 +151,11 @@ def meshes(base: Job, pins: tuple[Pin, ...], *, usual: bool = True) -> Iterator[
 
 def microbatches(base: Job, mesh: Mesh, pins: tuple[Pin, ...]) -> list[int]:
     """List the legal sequences of a forward on one rank, fewest first; many tokens only where a pin states them."""
-    stated = {int(pin.value) for pin in pins if (pin.key, pin.comparison) == ("microbatch", "=")}
-    most = max(MICROBATCH_TOKENS * mesh.cp // base.seq_len, base.together, *stated)
-    sizes = (n for n in divisors(base.rows // mesh.data) if n <= most and n % base.together == 0)
-    return [n for n in sizes if hold(pins, microbatch=n)]
+    rows, stated = base.rows // mesh.data, {int(p.value) for p in pins if (p.key, p.comparison) == ("microbatch", "=")}
+    most = max(MICROBATCH_TOKENS * mesh.cp // base.seq_len, base.together)
+    sizes = stated or {n for n in divisors(rows) if n <= most}  # the last microbatch may be smaller than stated
+    whole = (n for n in sizes if n <= rows and not (n % base.together or rows % base.together))
+    return sorted(n for n in whole if hold(pins, microbatch=n))
 
 
 def recomputations(base: Job, pins: tuple[Pin, ...]) -> list[Execution]:
@@ -183,7 +184,7 @@ def stages_per_rank(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...
     if mesh.pp == 1:
         return [1] if hold(pins, stages_per_rank=1) and not cuts else []
     blocks, found = len(base.architecture.blocks), []
-    number = base.rows // mesh.data // microbatch
+    number = -(-base.rows // mesh.data // microbatch)
     pinned = {int(pin.value) for pin in pins if pin.key == "stages_per_rank"}
     for per_rank in [cuts // mesh.pp] if cuts else sorted({*STAGES_PER_RANK, *pinned}):
         stages = mesh.pp * per_rank
@@ -202,7 +203,7 @@ def schedules(base: Job, mesh: Mesh, microbatch: int, pins: tuple[Pin, ...]) -> 
     Rules refuse a backward in two parts where blocks are compiled or gradients reduced with every microbatch. A pin to
     a schedule that no search tries has that one alone.
     """
-    blocks, number = len(base.architecture.blocks), base.rows // mesh.data // microbatch
+    blocks, number = len(base.architecture.blocks), -(-base.rows // mesh.data // microbatch)
     cuts = len(base.execution.cuts)
     name = next((pin.value for pin in pins if pin.key == "schedule" and pin.value not in WORDS["schedule"]), "")
     if name and mesh.pp > 1:
