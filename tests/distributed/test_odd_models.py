@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any], int]] = {
     "tp, whole sequences": (Layout(dp_shard=1, tp=2), {"sequence_parallel": False}, 0),
     "pp": (Layout(dp_shard=1, pp=2), {}, 0),
 }
-BY_CHANCE = ("Dropping", "LayerDrop", "Noisy")
+BY_CHANCE = ("Dropping", "FixedNoise", "LayerDrop", "Noisy", "OwnGenerator")
 """Ranks draw other numbers than one process."""
 
 

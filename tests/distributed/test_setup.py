@@ -40,7 +40,7 @@ from meshwright.distributed import (
     init_distributed,
 )
 from meshwright.distributed import setup as floor
-from meshwright.distributed.mesh import build_mesh, data_position
+from meshwright.distributed.mesh import BUILT, build_mesh, data_position
 from meshwright.distributed.parallelize import parallelize
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.workers import WorkerPool
@@ -302,7 +302,9 @@ def test_a_refused_layout_leaves_the_way_free_for_another():
 def meshes_job(number: int) -> float:
     """A sharded parameter over the last of several equal meshes, as one whole tensor."""
     meshes = [init_distributed(Layout(dp_replicate=2, dp_shard=2))]
-    meshes += [build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu") for _ in range(number - 1)]
+    for _ in range(number - 1):
+        BUILT.clear()  # else it is the same one
+        meshes.append(build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu"))
     mesh = meshes[-1]["dp_replicate", "dp_shard"]
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
     return parameter.detach().full_tensor().sum().item()

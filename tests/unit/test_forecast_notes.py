@@ -174,7 +174,7 @@ def test_a_stated_layout_that_does_not_fit_says_what_would_make_it_fit(batch, te
     answer = asked(batch)
     assert answer.chosen is None
     if remedy is None:
-        assert answer.notes[0].startswith("No change of a switch makes it fit")
+        assert answer.notes[0].startswith("No change of a switch that is not stated makes it fit")
         return
     values = dict(re.findall(r"([a-z_.]+) = (\w+)", answer.notes[0]))
     assert values == remedy

@@ -537,10 +537,9 @@ class Diagnosis:
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
         elif not all(is_one([self._scale_of_update(o) for o in off if o.name == name], 5e-2) for name in names):
-            kind = "stale value" if self.number else "missing reduction"
-            why = "no one factor lies between it and that of one process" + ", and those before were right" * bool(
-                self.number
-            )
+            kind, why = "missing reduction", "no one factor lies between it and that of one process"
+            if self.number:
+                kind, why = "stale value", f"{why}, and those before were right"
         return self.finding(place, ranks, kind, why, "the update differs")
 
     def _scale_of_update(self, off: Off) -> float | None:

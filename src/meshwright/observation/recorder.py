@@ -163,7 +163,7 @@ class Recorder:
         event = {"module": id(module), "call": len(self.now["calls"]) + (not is_root), "out": found, "keep": module}
         self.now["forward"].append(event)
         if tensor.requires_grad:
-            tensor.register_hook(_Returned(self, event))
+            tensor.register_hook(without_harm(self, _Returned(self, event)))
         return changed
 
     def failed(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -251,7 +251,7 @@ class Recorder:
         self.now["before"] = self.parameters()
         for key, (tensor, _) in self.held.items():
             if tensor.is_leaf and tensor.requires_grad and key not in known:
-                tensor.register_post_accumulate_grad_hook(self._arrive)
+                tensor.register_post_accumulate_grad_hook(without_harm(self, self._arrive))
 
     def _arrive(self, parameter: Tensor) -> None:
         gradient = parameter.grad  # None where another hook has moved it elsewhere

@@ -280,7 +280,7 @@ class _Question:
         judged = proposal(Candidate(job, time, memory), self.techniques, plan)
         notes = tuple(left_out(self.facts, job.architecture, self.techniques))
         if not judged.fits:
-            none = "No change of a switch makes it fit, of those that are not stated: "
+            none = "No change of a switch that is not stated makes it fit: "
             scale = memory.total / step_memory(job).total if rehearsed else 1.0
             remedy = self._remedy(self.layout, self.techniques, self.batch.microbatch_rows, scale)
             notes = (remedy.strip() or f"{none}take another layout, more GPUs or shorter rows.", *notes)
@@ -358,10 +358,9 @@ class _Question:
             return float("inf")
 
         def is_open(key: str) -> bool:
-            stated = (
-                self.batch.microbatch_rows if key == ROWS else _is_stated(self.techniques, key[len("techniques.") :])
-            )
-            return not stated
+            if key == ROWS:
+                return not self.batch.microbatch_rows
+            return not _is_stated(self.techniques, key.removeprefix("techniques."))
 
         usable = [(key, self.batch.rows_together if key == ROWS else value) for key, value in REMEDIES if is_open(key)]
 

@@ -182,7 +182,8 @@ class HeldOutputs:
         """Run the block, and return where inputs of modules differ from those at rest: (rows, seq, features) bool."""
         found: dict[str, Tensor] = {}
         for path, value in self.inputs().items():
-            rest = self.rest[path]
+            if (rest := self.rest.get(path)) is None:
+                raise self.probe.passed_over(path)
             if value.shape == rest.shape:
                 if (least := self._least.get(path)) is None:
                     least = self._least[path] = ROUNDING * rest.abs().flatten(0, -2).amax(0)
@@ -246,12 +247,14 @@ class Probe:
         beside: the adapters' layers, as ``linears``.
         residual: argument of the block that is the residual stream, by name or position; None: found by its shape.
         wide: a probe of the same block with the rows repeated many times, to push many features in one run.
+        name: path of the block in its model.
     """
 
     block: nn.Module
     calls: dict[str, list[Call]]
     wide: Probe | None = None
     residual: int | str | None = None
+    name: str = ""
     linears: dict[str, bool] = field(init=False)
     adapted: dict[str, Adapted] = field(init=False)
     beside: dict[str, bool] = field(init=False)
@@ -324,7 +327,16 @@ class Probe:
         """Return the module with a linear layer's full output: the one that adds the adapters', if there are any."""
         return self.adapted[path].around if path in self.adapted else path
 
+    def passed_over(self, path: str) -> UnsupportedError:
+        """Return the refusal of a module that one forward calls, and another of the same tokens does not."""
+        return UnsupportedError(
+            f"some forwards pass over {self.name}.{path}, and others of the same tokens do not: the block decides by"
+            " random draws, so what goes together in it is unknown. Set layout.tp = 1 and layout.pp = 1."
+        )
+
     def output_of(self, path: str) -> Tensor:
+        if path not in self.calls:
+            raise self.passed_over(path)
         result = self.calls[path][0].left
         assert result is not None
         return result
@@ -487,7 +499,7 @@ def record(
     with torch.no_grad(), watching(model.named_modules(), after=note):
         model(**inputs)
     probes = {
-        block: Probe(model.get_submodule(block), calls, (wide or {}).get(block), residual)
+        block: Probe(model.get_submodule(block), calls, (wide or {}).get(block), residual, block)
         for block, calls in inside.items()
         if "" in calls
     }
