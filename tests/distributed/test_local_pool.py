@@ -106,6 +106,8 @@ def test_a_death_names_rank_and_manner(two, what, words):
     with within(8), pytest.raises(WorkerDied, match=words + " in the middle of the job") as caught:
         two.run(meet_then, 1, what, timeout=30)
     assert caught.value.rank == 1
+    stands = re.search(r"test_local_pool.py\", line \d+ in act", str(caught.value))
+    assert bool(stands) == (what == "SIGSEGV")
 
 
 def test_a_worker_that_died_between_jobs_is_replaced(two):

@@ -37,15 +37,15 @@ PRELOAD = "meshwright.distributed.process.preload"
 
 
 class WorkerDied(MeshwrightError):
-    """A worker process ended in the middle of a job; the others were stopped."""
+    """A worker process ended in the middle of a job; the others were stopped. ``stacks``: where it was, if known."""
 
-    def __init__(self, rank: int, exit_code: int | None, pid: int = 0):
+    def __init__(self, rank: int, exit_code: int | None, pid: int = 0, stacks: str = ""):
         how = (
             f"was killed by {signal.Signals(-exit_code).name}"
             if exit_code and exit_code < 0
             else f"exited with status {exit_code}"
         )
-        super().__init__(f"rank {rank} {how} in the middle of the job; the other ranks were stopped")
+        super().__init__(f"rank {rank} {how} in the middle of the job; the other ranks were stopped{stacks}")
         self.rank, self.exit_code, self.pid, self.how = rank, exit_code, pid, how
 
 
@@ -167,7 +167,7 @@ class WorkerPool:
                 if reply is None:
                     process = self._processes[rank]
                     process.join(5)
-                    problems[rank] = WorkerDied(rank, process.exitcode, process.pid)
+                    problems[rank] = WorkerDied(rank, process.exitcode, process.pid, self._stacks(rank))
                 elif reply[0]:
                     results[rank] = reply[1]
                 else:
@@ -187,9 +187,13 @@ class WorkerPool:
             for rank in missing:
                 os.kill(self._processes[rank].pid, signal.SIGQUIT)
             time.sleep(0.5)
-            told = "".join(f"\nrank {rank}:\n{(self.folder / f'stacks{rank}').read_text()}" for rank in missing)
+            told = "".join(f"\nrank {rank}:{self._stacks(rank)}" for rank in missing)
             raise WorkerTimeout(f"the job did not end within {timeout} s on ranks {missing}, and was stopped:{told}")
         return [results[rank] for rank in range(world)]
+
+    def _stacks(self, rank: int) -> str:
+        file = self.folder / f"stacks{rank}"
+        return f"\n{text}" if file.exists() and (text := file.read_text()) else ""
 
     def signal_all(self, number: int) -> None:
         """Send a signal to every worker."""
@@ -232,10 +236,15 @@ def _distance(problem: WorkerDied | WorkerFailed) -> int:
 
 
 def _serve(pipe: Connection, rank: int, threads: int, folder: Path) -> None:
-    """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone. SIGQUIT writes its stacks."""
+    """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone.
+
+    SIGQUIT writes its stacks, and so does an error of the machine's.
+    """
     import torch
 
-    faulthandler.register(signal.SIGQUIT, (folder / f"stacks{rank}").open("w"))
+    stacks = (folder / f"stacks{rank}").open("w")
+    faulthandler.register(signal.SIGQUIT, stacks)
+    faulthandler.enable(stacks)
     torch.set_num_threads(threads)
     os.environ.setdefault(GLOO, LOOPBACK)
     if (parent := mp.parent_process()) is not None:
