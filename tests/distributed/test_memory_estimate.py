@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -504,10 +504,21 @@ def test_a_function_that_holds_on_to_the_model_leaves_no_gradient_there():
     model = Slow()
     own = model.head.forward
     model.head.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    assert estimated((model, ONE, {}, 1))[2].ranks, "a copy's function holds on to the copy"
+    model.head.forward = lru_cache(0)(model.head.forward)  # type: ignore[method-assign]  (Python copies no such)
     kept = model.head.weight.grad = torch.ones_like(model.head.weight)
     estimate = estimated((model, ONE, {}, 1))[2]
     assert model.head.weight.grad is kept and all(p.grad is None for p in model.embedding.parameters())
     assert estimate.ranks == () and "computes with the model itself" in estimate.why_not
+
+
+def test_a_buffer_that_modules_share_is_held_once():
+    model, table = Slow(), torch.zeros(1000)
+    for module in (model.embedding, model.head):
+        module.register_buffer("table", table)
+    for layout in (ONE, FSDP2):
+        ranks = estimated((model, layout, {}, 1))[2].ranks
+        assert ranks[0].most[MemoryUse.BUFFERS] == table.nbytes
 
 
 class Odd(nn.Module):

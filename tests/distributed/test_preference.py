@@ -21,6 +21,7 @@ from meshwright import ConfigError, Layout, Loss, UnsupportedError
 from meshwright.core import losses
 from meshwright.core.losses import PreferenceLoss
 from meshwright.data.corpus import Pairs
+from meshwright.distributed.exchange import linear_map
 from meshwright.distributed.loss import preference
 from meshwright.distributed.process.world import get_world_info
 from meshwright.distributed.step import batch as step_batch
@@ -196,7 +197,7 @@ MUTANTS = {
     "same_slope_for_all_tokens": same_slope_for_all_tokens,
     # each rank of cut rows takes the mean's gradient for its own
     "gradient_of_own_tokens": lambda patch: patch.setattr(
-        preference._OverRanks, "backward", staticmethod(lambda ctx, gradient: (gradient, None))
+        preference, "linear_map", lambda x, forward, transposed: linear_map(x, forward, lambda gradient: gradient)
     ),
     # answers are compared by the tokens of one rank
     "answers_of_own_tokens": lambda patch: patch.setattr(

@@ -384,3 +384,23 @@ def test_a_store_whose_file_is_gone_is_not_made_again(tmp_path):
     file.unlink()
     time.sleep(10 * LOOK_SEC)
     assert not file.exists()
+
+
+def grown_job(folder: str) -> int:
+    """Count the pieces of shared memory that are open after a save that outgrew the first."""
+    model, saver = odd("one"), Saver()
+    saver.begin(model, Path(folder) / "weights", None).wait(60)
+    optimizer = torch.optim.AdamW(model.make_parameter_groups(), lr=1e-2)
+    train(model, optimizer, range(1))
+    saver.begin(model, Path(folder) / "moments", optimizer).wait(60)
+    found = {
+        file.stat().st_ino
+        for file in Path("/proc/self/fd").iterdir()
+        if file.is_symlink() and "meshwright-snapshot" in os.readlink(file)
+    }
+    saver.close()
+    return len(found)
+
+
+def test_memory_that_a_save_outgrew_is_given_back(spmd, tmp_path):
+    assert spmd(1, grown_job, str(tmp_path)) == [1]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import Layout, ParallelModel, parallelize
-from meshwright.distributed.optimizer import muon
+from meshwright.distributed.optimizer import muon, owners
 from meshwright.distributed.optimizer.owners import MatrixOwners
 from meshwright.distributed.process.absent_peers import WireCounter
 from meshwright.distributed.torch_private import local_part
@@ -160,13 +160,13 @@ def shards_alone() -> Any:
 @contextmanager
 def one_rank_gets_nothing() -> Iterator[None]:
     """The last rank receives zeros."""
-    whole = MatrixOwners._send
+    whole = owners._Message.send
 
-    def send(self, message, part_of, like):
-        found = whole(self, message, part_of, like)
-        return {key: part * 0 for key, part in found.items()} if self._here == len(self._order) - 1 else found
+    def send(self, ranks, part_of, like):
+        found = whole(self, ranks, part_of, like)
+        return {key: part * 0 for key, part in found.items()} if ranks.rank == ranks.size - 1 else found
 
-    with patch.object(MatrixOwners, "_send", send):
+    with patch.object(owners._Message, "send", send):
         yield
 
 

@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,10 +52,7 @@ class SharedMemory:
         self.bytes = torch.frombuffer(mmap.mmap(self.file, self.size), dtype=torch.uint8)
         if is_accelerator(device):
             devices.pin_shared(self.bytes, device)
-
-    def close(self) -> None:
-        """Give the memory back, once no view of it is left."""
-        os.close(self.file)
+        weakref.finalize(self, os.close, self.file)  # an open file keeps its memory
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,14 @@ def averaging_plan(
     Args:
         cuts: whether to cut over the tensor axis too; else the plan keeps the model's layout on that axis.
     """
-    own = facts.parameters[0].dtype if len(facts.floating) < 2 else "auto"
-    requested = replace(requested, data_parallel="fully_shard", precision=precision_of(policy, own))
+
+    def named(dtype: torch.dtype | None) -> str | None:
+        return None if dtype is None else str(dtype).removeprefix("torch.")
+
+    # dtypes that the policy leaves open get torch's defaults
+    compute = named(policy.param_dtype) or (facts.parameters[0].dtype if len(facts.floating) < 2 else "auto")
+    precision = Precision("auto", compute, named(policy.reduce_dtype) or compute, named(policy.output_dtype))
+    requested = replace(requested, data_parallel="fully_shard", precision=precision)
     sizes = sizes_of_stage(device_mesh)
     if not cuts and facts.applied_plan(TensorPlan) is None and get_expert_mesh(device_mesh) is None:
         sizes.pop(Axis.TP.value, None)
@@ -209,17 +215,6 @@ def averaging_plan(
             " (torch.amp.GradScaler), or small gradients vanish; parallelize() does it."
         )
     return replace(plan, precision=replace(plan.precision, cast_forward_inputs=policy.cast_forward_inputs))
-
-
-def precision_of(policy: MixedPrecisionPolicy, model_dtype: str) -> Precision:
-    """Translate torch's policy; dtypes that it leaves open get torch's defaults."""
-
-    def name(dtype: torch.dtype | None, otherwise: str) -> str:
-        return otherwise if dtype is None else str(dtype).removeprefix("torch.")
-
-    compute = name(policy.param_dtype, model_dtype)
-    output = name(policy.output_dtype, "") or None
-    return Precision("auto", compute, name(policy.reduce_dtype, compute), output)
 
 
 # --- apply one technique by one public function

@@ -29,14 +29,14 @@ class RankGroup(Protocol):
 
     def gather(self, x: Tensor, length: int) -> Tensor:
         """Gather (rows, ⌈length / size⌉, …) of each rank to (rows, length, …)."""
-        ...
+        return joined(self.gather_features(x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Sum (rows, length, …) over the ranks, and return this rank's (rows, ⌈length / size⌉, …) of the sum.
 
         Padding of the last rank's part is zero.
         """
-        ...
+        return self.begin_scatter(by_rank(x, self.size))()
 
     def gather_features(self, x: Tensor) -> Tensor:
         """Gather (…, n) of each rank, the same n on all, to (size, …, n)."""
@@ -56,7 +56,8 @@ class RankGroup(Protocol):
 
     def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Begin ``gather_features``, and return the function that waits for its result."""
-        ...
+        parts = self.gather_features(x)
+        return lambda: parts
 
     def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
         """Begin to sum this rank's of all ranks' (size, …), and return the function that waits for the sum."""
@@ -64,7 +65,8 @@ class RankGroup(Protocol):
 
     def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
         """Begin ``trade``, and return the function that waits for its result."""
-        ...
+        received = self.trade(x, sends, receives)
+        return lambda: received
 
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         """Begin to send a flat ``x`` ``shift`` ranks on; return what waits for the ``elements`` from as many before."""
@@ -118,15 +120,12 @@ def joined(parts: Tensor, length: int) -> Tensor:
     return whole if size * share == length else whole[:, :length]
 
 
-class ProcessGroupRanks:
-    """A RankGroup over a process group."""
+class ProcessGroupRanks(RankGroup):
+    """The ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
-
-    def gather(self, x: Tensor, length: int) -> Tensor:
-        return joined(self.gather_features(x), length)
 
     def scatter(self, x: Tensor) -> Tensor:
         return exchanged(lambda: self._scatter(by_rank(x, self.size))[0])
@@ -216,17 +215,11 @@ class Board:
         return laid
 
 
-class Thread:
-    """A RankGroup whose ranks are threads."""
+class Thread(RankGroup):
+    """One of the threads that are ranks."""
 
     def __init__(self, board: Board, rank: int):
         self.board, self.rank, self.size = board, rank, board.size
-
-    def gather(self, x: Tensor, length: int) -> Tensor:
-        return joined(self.board.all(self.rank, x), length)
-
-    def scatter(self, x: Tensor) -> Tensor:
-        return self.board.all(self.rank, by_rank(x, self.size), lambda laid: laid[self.rank]).sum(0)
 
     def gather_features(self, x: Tensor) -> Tensor:
         return self.board.all(self.rank, x)
@@ -244,17 +237,9 @@ class Thread:
         runs = zip(laid, before, receives, strict=True)
         return torch.cat([flat[start : start + count] for flat, start, count in runs])
 
-    def begin_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        parts = self.gather_features(x)
-        return lambda: parts
-
     def begin_scatter(self, parts: Tensor) -> Callable[[], Tensor]:
         mine = self.board.all(self.rank, parts, lambda laid: laid[self.rank]).sum(0)
         return lambda: mine
-
-    def begin_trade(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Callable[[], Tensor]:
-        received = self.trade(x, sends, receives)
-        return lambda: received
 
     def pass_on(self, x: Tensor, elements: int, shift: int = 1) -> Callable[[], Tensor]:
         received = self.board.lay(self.rank, x)[(self.rank - shift) % self.size].clone()

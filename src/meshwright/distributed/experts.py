@@ -15,7 +15,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from meshwright.core.losses import PADDING
 from meshwright.core.names import clean, owner
 from meshwright.core.record import remember, wrap
 from meshwright.core.torch_private import has_no_values, uncompiled
-from meshwright.distributed.exchange import own_share
+from meshwright.distributed.exchange import linear_map, own_share
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.kept import exchanged
 from meshwright.distributed.step.part import Batch
@@ -64,13 +64,9 @@ def routed_tokens(piece: Batch) -> Tensor | None:
     return mask.bool() if real is None else real & mask.bool()
 
 
-class TakesShare(Protocol):
-    """A module that adds to the step's loss a mean over its routed tokens."""
-
-    loss_share: Tensor | None
-
-
-def begin_step(routers: Sequence[TakesShare], tokens: int, device: torch.device, scale: float = 1.0) -> None:
+def begin_step(
+    routers: Sequence[Router | SharedRouterLoss], tokens: int, device: torch.device, scale: float = 1.0
+) -> None:
     """Set the weight of one token's auxiliary loss, before the first forward of a step.
 
     The auxiliary losses become means over ``tokens``, the routed tokens on all data ranks, times ``scale``.
@@ -226,13 +222,8 @@ def _rows_by_rank(mine: Tensor, theirs: Tensor, ranks: int, rows: int) -> tuple[
 
 @dataclass
 class _Journey:
-    """An asynchronous all-to-all of rows: the first ``sends[0]`` go to the first rank, and so on.
+    """An asynchronous all-to-all of rows: the first ``sends[0]`` go to the first rank, and so on."""
 
-    Its backward sends the gradients the opposite way.
-    """
-
-    sends: list[int]
-    receives: list[int]
     group: dist.ProcessGroup
     _under_way: tuple[dist.Work, Tensor] | None = None
     _found: Tensor | None = None
@@ -259,37 +250,6 @@ class _Journey:
         return found
 
 
-class _Begin(torch.autograd.Function):
-    """Start to send rows, and return them unchanged. The backward waits for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        journey.begin(rows, journey.sends, journey.receives)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        return ctx.journey.end(), None
-
-
-class _End(torch.autograd.Function):
-    """Wait for the received rows, and return them in place of the sent ones.
-
-    The backward starts to send their gradients, and returns the buffer that receives those of the sent rows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.end()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        journey = ctx.journey
-        return journey.begin(grad_outputs[0], journey.receives, journey.sends), None
-
-
 def _exchange(
     rows: Tensor,
     sends: list[int],
@@ -297,11 +257,18 @@ def _exchange(
     group: dist.ProcessGroup,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
-    journey = _Journey(sends, receives, group)
-    leaving = _Begin.apply(rows, journey)
+    """Send rows, and return those received; the backward sends their gradients the opposite way."""
+    journey = _Journey(group)
+
+    def leave(rows: Tensor) -> Tensor:
+        journey.begin(rows, sends, receives)
+        return rows.view_as(rows)
+
+    leaving = linear_map(rows, leave, lambda gradient: journey.end())
     if meanwhile is not None:
         meanwhile()
-    return _End.apply(leaving, journey)
+    # the backward begins here, and returns the buffer that receives the gradients of the sent rows
+    return linear_map(leaving, lambda rows: journey.end(), lambda gradient: journey.begin(gradient, receives, sends))
 
 
 class SharedRouterLoss:
@@ -310,7 +277,7 @@ class SharedRouterLoss:
     def __init__(self, loss: RouterLoss, model: nn.Module, groups: Sequence[dist.ProcessGroup]):
         """Record the router logits of ``model``. ``groups``: of the axes along which ranks hold other tokens."""
         self.loss_share: Tensor | None = None
-        self._loss, self._groups, self._logits = loss, groups, RouterLogits(model, loss)
+        self._loss, self._groups, self.logits = loss, groups, RouterLogits(model, loss)
         runtime = runtime_of(model)
         self._sequence = runtime.sequence if runtime is not None and runtime.sequence.cut else None
 
@@ -319,7 +286,7 @@ class SharedRouterLoss:
 
         It combines the choices of all ranks' tokens with the probabilities of this rank's tokens.
         """
-        logits = self._logits.take()
+        logits = self.logits.take()
         real, sequence = routed_tokens(batch), self._sequence
         if sequence is not None and (real is not None or sequence.filled):  # False for padding of the shard, too
             whole = torch.ones(batch["tokens"].shape, dtype=torch.bool) if real is None else real
@@ -333,14 +300,6 @@ class SharedRouterLoss:
         return (
             self._loss.coefficient * self._loss.experts * self.loss_share * (shares * probabilities).sum() / len(logits)
         )
-
-    def begin(self) -> None:
-        """Prepare for a microbatch's forward."""
-        self._logits.begin()
-
-    def forget(self) -> None:
-        """Discard the recorded logits after a failed forward or backward."""
-        self._logits.take()
 
 
 @dataclass(frozen=True)

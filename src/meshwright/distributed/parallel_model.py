@@ -22,7 +22,6 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.names import clean, under
 from meshwright.core.record import remember
-from meshwright.distributed.step.whole_model import without_backward
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.signature import Signature
 from meshwright.planning.layout import TOKENS
@@ -50,7 +49,7 @@ from .step import opening
 from .step.generation import Cacheless, Heard, Sampling, generate, next_logits
 from .step.objective import LossFunction
 from .step.part import LaidOut, ModelPart, OpenedStep, Runner, StepLoss, StepResult
-from .step.whole_model import WholeModel
+from .step.whole_model import WholeModel, without_backward
 from .weights import audit, shards
 
 
@@ -199,7 +198,7 @@ class ParallelModel(LaidOut):
         except BaseException:
             experts.end_step(self._routers, [], skipped=True)
             if self._router_loss is not None:
-                self._router_loss.forget()
+                self._router_loss.logits.take()
             raise
         result = self._of_all_ranks(total, tokens, weight)
         self._last_loss = result.loss

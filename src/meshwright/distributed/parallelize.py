@@ -19,7 +19,6 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.losses import Loss, PreferenceLoss
 from meshwright.core.record import remember
 from meshwright.distributed.context.proof import keep_for_batches
-from meshwright.distributed.loss import first_batch
 from meshwright.distributed.weights.constructed import Weights
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
@@ -35,7 +34,7 @@ from meshwright.planning.tensor.make import LEFT_TO_EVERY_RANK
 
 from . import order
 from .float8 import refuse_absent
-from .loss import preference
+from .loss import first_batch, preference
 from .mesh import build_mesh, groups_of, known_mesh, plan_sizes
 from .optimizer.grad_clip import norms_of_pipeline
 from .parallel_model import LossFunction, ParallelModel

@@ -23,7 +23,6 @@ from meshwright.core.axes import Axis
 from meshwright.core.devices import finish_stream, is_accelerator
 from meshwright.core.errors import ConfigError, UnsupportedError, import_classes_from_paths, nearest
 from meshwright.core.names import clean, is_within, owner
-from meshwright.distributed.data.fully_sharded import GradientCheck
 from meshwright.distributed.optimizer.parameter_groups import OptimizerSwap
 from meshwright.distributed.weights.shards import whole_everywhere
 from meshwright.introspection.facts import ModelFacts, model_facts
@@ -32,7 +31,7 @@ from meshwright.planning.build import with_units
 from meshwright.planning.layout import BATCH, SAMPLES
 from meshwright.planning.techniques import Precision, Techniques
 
-from .data.fully_sharded import sharded_modules
+from .data.fully_sharded import GradientCheck, sharded_modules
 from .doors import averaging_plan, default_mp_policy, lay_out_module, mean_plan, rows_that_cut
 from .mesh import (
     NEMO_NAMES,

@@ -160,11 +160,11 @@ def silent_store() -> dist.Store:
 
 
 def finished_work(result: list[Tensor]) -> Any:
-    """Return the work of a message that has ended."""
+    """Return the work of a message that has ended, as a kernel returns it."""
     devices: list[int | str | torch.device] = [*{t.device for t in result if t.device.type != "cpu"}]
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(result)
-    return found("torch._C._distributed_c10d._create_work_from_future")(future)
+    return found("torch._C._distributed_c10d._create_work_from_future")(future).boxed()
 
 
 @contextmanager

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from meshwright.core.names import clean
 
 
+class SeenEnough(Exception):
+    """Ends a forward once what it was run for was seen."""
+
+
 @contextmanager
 def watching(
     modules: Iterable[tuple[str, nn.Module]],

@@ -271,7 +271,17 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
             except Exception as error:
                 why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 raise NotRecordedError(f"it fails on tensors without values ({why})") from error
-            recording, inner = recorder.recording_of(model), set(vars(torch.empty(0)))
+            recording = recorder.recording
+            for raw, module in model.named_modules(remove_duplicate=False):
+                path = clean(raw)
+                recording.modules.add(path)
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        recording.tensors[f"{path}.{name}" if path else name] = recorder.view(tensor)
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor):
+                        recording.plain[path, name] = recorder.view(value)
+            inner = set(vars(torch.empty(0)))
         if not torch.equal(before, torch.get_rng_state()):
             raise NotRecordedError("it sets the random stream")
 
@@ -295,7 +305,7 @@ def record(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, Co
 class _ConstructorRecorder(EagerDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self._recording = ConstructorSteps()
+        self.recording = ConstructorSteps()
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
         """Storages are held: a freed one would give its address to another."""
@@ -313,11 +323,11 @@ class _ConstructorRecorder(EagerDispatchMode):
         viewed = tree_map_only(Tensor, self.view, (args, kwargs))
         if name in READING:  # a number that the constructor reads is computed now
             asked = {leaf.storage for leaf in tree_leaves(viewed) if isinstance(leaf, View)}
-            steps = [step for step, _ in self._recording.needed(asked)]
+            steps = [step for step, _ in self.recording.needed(asked)]
             if any(step.draws for step in steps):
                 raise NotRecordedError("it decides by numbers that it drew")
             with without_modes(), torch.no_grad():
-                values = Values(self._recording)
+                values = Values(self.recording)
                 for step in steps:
                     values.do(step)
                 real_args, real_kwargs = tree_map_only(View, values.get, viewed)
@@ -351,14 +361,14 @@ class _ConstructorRecorder(EagerDispatchMode):
         view: Any = args[0] if overwrites else None
         is_whole = (
             overwrites
-            and view.elements * view.dtype.itemsize == self._recording.bytes_of[view.storage]
+            and view.elements * view.dtype.itemsize == self.recording.bytes_of[view.storage]
             and 0 not in view.stride
             and not view.offset
         )
         filled = {view.storage} if is_whole else set()
         reads = {view.storage for view in (given[1:] if filled else given)}
         effects = frozenset(reads), frozenset(created), frozenset(writes), frozenset(filled)
-        self._recording.steps.append(Step(operator, args, kwargs, results, *effects, draws))
+        self.recording.steps.append(Step(operator, args, kwargs, results, *effects, draws))
 
     def view(self, tensor: Tensor) -> View:
         if tensor.is_conj() or tensor.is_neg():
@@ -367,11 +377,11 @@ class _ConstructorRecorder(EagerDispatchMode):
         number = self._numbers.setdefault(id(storage), len(self._numbers))
         if number == len(self._kept):
             self._kept.append(storage)
-            self._recording.bytes_of[number] = storage.nbytes()
+            self.recording.bytes_of[number] = storage.nbytes()
             if not has_no_values(tensor):
                 with without_modes():
                     flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
-                    self._recording.constants[number] = flat.clone()
+                    self.recording.constants[number] = flat.clone()
         return View(number, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     @contextmanager
@@ -391,19 +401,6 @@ class _ConstructorRecorder(EagerDispatchMode):
 
         with _in_this_thread(init, SAMPLES_NORMAL, note):
             yield
-
-    def recording_of(self, model: nn.Module) -> ConstructorSteps:
-        found = self._recording
-        for raw, module in model.named_modules(remove_duplicate=False):
-            path = clean(raw)
-            found.modules.add(path)
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    found.tensors[f"{path}.{name}" if path else name] = self.view(tensor)
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor):
-                    found.plain[path, name] = self.view(value)
-        return found
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

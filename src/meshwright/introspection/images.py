@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.introspection.constructor import on_meta
-from meshwright.introspection.signature import IMAGES_PER_ROW, Signature
 
-from .signature import core_of
+from .signature import IMAGES_PER_ROW, Signature, core_of
 
 # --- find the arguments by which a model's forward takes images, and the token that stands for a part of one
 

@@ -12,10 +12,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import SECTIONS
 from meshwright.core.record import recall, remember
 from meshwright.introspection.constructor import seeded
-from meshwright.introspection.premises.premises import lies_on_mesh
 from meshwright.introspection.small.configs import text_config
 from meshwright.introspection.small.copies import rows_of_token_table
-from meshwright.introspection.structure.experts import RouterLoss, asks_for_router_loss, measure_router_loss
 from meshwright.introspection.structure.structure import Measured, measured
 
 from .blocks import NONE, hints_of
@@ -24,10 +22,10 @@ from .mixing.measure import measure_mixing
 from .mixing.values import Mixing
 from .mixing.whole import copy_without_values
 from .premises import premises
-from .premises.premises import Premises
+from .premises.premises import Premises, lies_on_mesh
 from .roles import dtypes_of_calls, find_homes, find_readers
 from .small.sample import Sample, samples_of
-from .structure.experts import Stack, measure_stacks
+from .structure.experts import RouterLoss, Stack, asks_for_router_loss, measure_router_loss, measure_stacks
 
 Answer = TypeVar("Answer")
 

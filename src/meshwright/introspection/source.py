@@ -267,11 +267,19 @@ def as_module(
     if is_config(model):
         model = CausalLM(model)
     if callable(model):
-        built = _without_memory(model, seed)
-        if isinstance(built, nn.Module):
-            remember(built, _BuiltBy(model))
-            return built
-        raise ConfigError(f"the model factory returned {type(built).__name__}, not an nn.Module")
+        build: Callable[[], Any] = model
+        made, is_made = None, False
+        with suppress(Exception), on_meta():  # a constructor may catch torch's errors there, and raise its own
+            made, is_made = build(), True
+        if not is_made:
+            try:
+                made = record(build, seed)[0]
+            except NotRecordedError:
+                made = built(build, seed)
+        if isinstance(made, nn.Module):
+            remember(made, _BuiltBy(model))
+            return made
+        raise ConfigError(f"the model factory returned {type(made).__name__}, not an nn.Module")
     raise ConfigError(
         f"a model is an nn.Module, a model config, or a function that returns a module; got {type(model).__name__}"
     )
@@ -304,19 +312,6 @@ def with_adapters(
         with seeded(seed):
             return put_adapters(model, adapters, where)
     return AdaptedModel(CausalLM(model) if is_config(model) else model, adapters, where)
-
-
-def _without_memory(build: Callable[[], Any], seed: int) -> Any:
-    """Call a factory on meta; if it fails there, record it on fake tensors, or else build it with real weights.
-
-    Raises what it raises of real weights: on meta a constructor may catch torch's errors, and raise its own.
-    """
-    with suppress(Exception), on_meta():
-        return build()
-    try:
-        return record(build, seed)[0]
-    except NotRecordedError:
-        return built(build, seed)
 
 
 # --- describe a model so that transformers, and peft, can build it again from a checkpoint alone

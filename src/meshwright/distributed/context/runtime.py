@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.comparison.sketch import TokensOfRank
@@ -89,7 +88,7 @@ class ContextRuntime:
     """
 
     def __init__(self, group: RankGroup, plan: ContextPlan, checks: Checks, pairs: PairArguments | None):
-        self.group, self.plan, self.mixing, self._checks = group, plan, plan.mixing, checks
+        self.group, self.plan, self.mixing, self.checks = group, plan, plan.mixing, checks
         self.rows: CutRows | None = None
         self.in_backward: CutRows | None = None
         self.pairs = pairs
@@ -120,7 +119,7 @@ class ContextRuntime:
         """Return this rank's tokens of a microbatch of whole rows; ``values``: those that ``on_host`` read before."""
         self.check(batch, signature, batch["tokens"].shape[1])
         rows = self._cut_rows(batch if values is None else values)
-        self.check_rows(rows)
+        self.checks.rows(rows)
         whole = _completed(batch, self.plan, signature)
         return cut_batch(whole, rows, whole_mask=bool(self.mixing.implementation))
 
@@ -134,22 +133,14 @@ class ContextRuntime:
         if self.pairs is not None:
             self.pairs.refuse_other_keys(batch, signature)
         if MASK in batch:
-            self._checks.padding()
+            self.checks.padding()
         if signature.takes["positions"] is not None and "positions" not in batch:
-            self._checks.positions()
-        self._checks.length(length)
-
-    def check_rows(self, rows: CutRows) -> None:
-        """Raise ConfigError or UnsupportedError for rows whose parts are another case to the model."""
-        self._checks.rows(rows)
-
-    def places(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the places of this rank's tokens, (rows or 1, tokens) int64, for a batch of whole rows."""
-        return self._cut_rows(batch).own
+            self.checks.positions()
+        self.checks.length(length)
 
     def tokens_of(self, batch: Mapping[str, Tensor], rank: int, ranks: int) -> TokensOfRank:
         """Return which tokens of a batch's whole rows one of ``ranks`` that cut this rank's tokens further has."""
-        places = self.places(batch)
+        places = self._cut_rows(batch).own
         share = -(-places.shape[1] // ranks)
         mine = slice(rank * share, (rank + 1) * share)
 
@@ -401,14 +392,28 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     """
     counts, gathered = _exchange(on_host(piece), runtime.group)
     places, length = gathered.pop(PLACES), sum(counts)
-    _refuse_gaps(places, length)
+    index = torch.where(places == FILLER, length, places).transpose(0, 1).flatten(1)
+    # each place from 0 to length - 1 must be on one rank
+    numbers = torch.zeros((len(index), length + 1), dtype=torch.int64, device=index.device)
+    numbers.scatter_add_(1, index.clamp(max=length), torch.ones_like(index))
+    if not bool((numbers[:, :length] == 1).all()):
+        row = int((numbers[:, :length] != 1).any(1).nonzero()[0])
+        twice, gap = (numbers[row, :length] > 1).nonzero(), (numbers[row, :length] == 0).nonzero()
+        sizes = f"row {row} has {length} tokens on all ranks of the cp axis together"
+        if len(twice):
+            one = int(twice[0])
+            on = [rank for rank in range(len(places)) if bool((places[rank, row] == one).any())]
+            raise ConfigError(f"batch['{PLACES}'] overlaps: {sizes}, and place {one} is on the ranks {on}")
+        raise ConfigError(
+            f"batch['{PLACES}'] leaves a gap: {sizes}, and none has place {int(gap[0])}, while places go up to"
+            f" {int(places[:, row].max())}"
+        )
     if longest and length > longest:
         raise ConfigError(
             f"the batch has sequences of {length} tokens on all ranks of the cp axis together, more than the model's"
             f" maximum of {longest}: shorten them"
         )
     # put the parts together by their places: (rows, length)
-    index = torch.where(places == FILLER, length, places).transpose(0, 1).flatten(1)
     whole: dict[str, Tensor] = {}
     for key, parts in gathered.items():
         row = parts.new_zeros((len(index), length + 1))
@@ -422,7 +427,7 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     where = (runtime.group.rank, length, alike, counts, positions, segments, documents, whole.get(MASK))
     made = CutBatch(without_places(piece))
     made.rows = CutRows(*where, has_documents and runtime.plan.cuts_documents, count=len(piece["tokens"]))
-    runtime.check_rows(made.rows)
+    runtime.checks.rows(made.rows)
     if signature.takes["positions"] is not None and "positions" not in made and runtime.mixing.counts_from_zero:
         made["positions"] = piece[PLACES]
     if not runtime.mixing.implementation:
@@ -432,19 +437,6 @@ def join(piece: Batch, runtime: ContextRuntime, signature: Signature, longest: i
     elif MASK in signature.arguments:
         made[MASK] = torch.ones((len(piece["tokens"]), length), dtype=torch.int64, device=piece["tokens"].device)
     return made
-
-
-def join_all(pieces: Sequence[Batch], groups: list[dist.ProcessGroup], *options: Any) -> list[Batch]:
-    """Join the microbatches of a step, and raise one rank's error on all ranks of some groups; see ``join``."""
-    problem: Exception | None = None
-    joined: list[Batch] = []
-    try:
-        joined = [join(piece, *options) for piece in pieces]
-    except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
-        problem = error
-    if agree.total(torch.tensor([problem is not None], dtype=torch.int64), groups).item():
-        agree.raise_first(problem, groups)
-    return joined
 
 
 def _exchange(piece: Batch, group: RankGroup) -> tuple[tuple[int, ...], dict[str, Tensor]]:
@@ -471,24 +463,3 @@ def _exchange(piece: Batch, group: RankGroup) -> tuple[tuple[int, ...], dict[str
         filled[number, :, :own] = piece[key]
     parts = group.gather_features(filled.to(device)).cpu()
     return counts, {key: parts[:, number] for number, key in enumerate(keys)}
-
-
-def _refuse_gaps(places: Tensor, length: int) -> None:
-    """Raise ConfigError unless each place from 0 to ``length`` - 1 is on one rank; ``places``: (ranks, rows, most)."""
-    ranks, rows, _ = places.shape
-    flat = places.transpose(0, 1).flatten(1)
-    counts = torch.zeros((rows, length + 1), dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(1, torch.where((flat == FILLER) | (flat >= length), length, flat), torch.ones_like(flat))
-    if bool((counts[:, :length] == 1).all()):
-        return
-    row = int((counts[:, :length] != 1).any(1).nonzero()[0])
-    twice, gap = (counts[row, :length] > 1).nonzero(), (counts[row, :length] == 0).nonzero()
-    sizes = f"row {row} has {length} tokens on all ranks of the cp axis together"
-    if len(twice):
-        one = int(twice[0])
-        on = [rank for rank in range(ranks) if bool((places[rank, row] == one).any())]
-        raise ConfigError(f"batch['{PLACES}'] overlaps: {sizes}, and place {one} is on the ranks {on}")
-    raise ConfigError(
-        f"batch['{PLACES}'] leaves a gap: {sizes}, and none has place {int(gap[0])}, while places go up to"
-        f" {int(flat[row].max())}"
-    )

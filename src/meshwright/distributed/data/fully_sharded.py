@@ -110,7 +110,16 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     if is_accelerator(plan.device):
-        _prefetch(model, [unit.name for unit in plan.units if unit.experts])
+        # The next units are gathered while one computes. Inside blocks only stacks of experts are: the backward order
+        # of several units there is not known, and one that was done already would be gathered again.
+        found = {name: module for name, module in _named_units(model) if name}
+        stacks = {unit.name for unit in plan.units if unit.experts}
+        small = {n for n in found if any(n != other and is_within(n, other) for other in found)}
+        forward, backward = prefetched([name for name in found if name not in small or clean(name) in stacks])
+        for name, module in found.items():
+            module.set_modules_to_forward_prefetch([found[other] for other in forward.get(name, [])])
+            # itself, where there is none: with an empty list torch takes the unit that it met before, needed or not
+            module.set_modules_to_backward_prefetch([found[other] for other in backward.get(name, [])] or [module])
     return model
 
 
@@ -302,21 +311,6 @@ def reshard(model: nn.Module) -> None:
 
 def _offload(plan: Plan) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=plan.data.pin_memory) if plan.data.cpu_offload else OffloadPolicy()
-
-
-def _prefetch(model: nn.Module, experts: list[str]) -> None:
-    """Gather the next units while one computes, in forward and in backward.
-
-    Inside blocks only stacks of experts are: the backward order of several units there is not known, and one that was
-    done already would be gathered again.
-    """
-    units = {name: module for name, module in _named_units(model) if name}
-    small = [n for n in units if clean(n) not in experts and any(n != other and is_within(n, other) for other in units)]
-    forward, backward = prefetched([name for name in units if name not in small])
-    for name, module in units.items():
-        module.set_modules_to_forward_prefetch([units[other] for other in forward.get(name, [])])
-        # itself, where there is none: with an empty list torch takes the unit that it met before, needed or not
-        module.set_modules_to_backward_prefetch([units[other] for other in backward.get(name, [])] or [module])
 
 
 def prefetched(units: list[str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

@@ -60,12 +60,25 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
     Weights are not broadcast: the rules of initialisation make them equal, and an audit checks them. Buffers are,
     before each forward, where the user runs the step: torch's default.
     """
+
+    def show_tensors(model: nn.Module, args: Any, output: Any) -> Any:
+        """Return the logits of an output object into which DDP does not look; refuse it where the user steps."""
+        if dataclasses.is_dataclass(output) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output)):
+            return output
+        if plan.data.reduction == "sum":
+            return logits_of(output)
+        raise UnsupportedError(
+            f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its"
+            f" parameters may be left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use"
+            f" parallelize."
+        )
+
     options: dict[str, Any] = {"gradient_as_bucket_view": True, **dict(plan.data.ddp_options)}
     replicas = replica_axis(device_mesh, plan.shares)
     group = None if replicas is None else replicas.get_group()
     if plan.data.idle:  # torch finds unused parameters from the tensors in the output
         options["find_unused_parameters"] = True
-        model.register_forward_hook(lambda model, args, output: _show_tensors(model, output, plan.data.reduction))
+        model.register_forward_hook(show_tensors)
     with warnings.catch_warnings(), LiveStorages() as made:
         # torch 2.13 announces a successor of broadcast_buffers, and recommends to keep using broadcast_buffers if
         # buffers must not be synced
@@ -81,19 +94,6 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> DistributedD
         remember(model, buckets)
         wrapped.register_comm_hook(buckets, _sum)
     return wrapped
-
-
-def _show_tensors(model: nn.Module, output: Any, reduction: str) -> Any:
-    """Return the logits of an output object into which DDP does not look; refuse it where the user runs the step."""
-    if dataclasses.is_dataclass(output) or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output)):
-        return output
-    if reduction == "sum":
-        return logits_of(output)
-    raise UnsupportedError(
-        f"{type(model).__name__} returns a {type(output).__name__}, into which DDP does not look, and some of its"
-        f" parameters may be left without a gradient. Return a tensor, a tuple, a dict or a dataclass; or use"
-        f" parallelize."
-    )
 
 
 def refuse_other_trained(module: nn.Module) -> None:

@@ -76,7 +76,16 @@ class FirstBatch:
         if len(_tokens(piece)) < 2:
             twice = {key: torch.cat((value, value)) for key, value in piece.items()}
             piece = piece.of(twice, [0, 0]) if isinstance(piece, CutBatch) else twice
-        whole, number = self._thinned(piece), len(_tokens(piece))
+        whole, number, labels = piece, len(_tokens(piece)), piece.get("labels")
+        counted = losses is None or any(losses.counts_labels(name, piece) for name in losses.losses)
+        if counted and labels is not None and labels.dim() > 1 and not labels.is_floating_point():
+            # each row keeps a few labels with a loss, and the two parts other numbers of them
+            thin = torch.full_like(labels, IGNORED).flatten(1)
+            for row, flat in enumerate(labels.flatten(1)):
+                real = (flat != IGNORED).nonzero().flatten()
+                kept = real[:FIRST] if row == 0 else real[-LAST:]
+                thin[row, kept] = flat[kept]
+            whole = step_batch.with_value(piece, "labels", thin.view_as(labels))
         parts: list[Batch] = [rows_of(whole, 0, 1), rows_of(whole, 1, number)]
         if isinstance(whole, CutBatch):
             parts = [whole.of(part, chosen) for part, chosen in zip(parts, ([0], [*range(1, number)]), strict=True)]
@@ -110,21 +119,6 @@ class FirstBatch:
         together, *apart = readings
         found = (self._verdict(name, together[name], [part[name] for part in apart]) for name in together)
         return next((ConfigError(text) for text in found if text), None)
-
-    def _thinned(self, piece: Batch) -> Batch:
-        """Leave a few labels with a loss in each row, other numbers of them in the two parts."""
-        labels = piece.get("labels")
-        counted = self._losses is None or any(self._losses.counts_labels(name, piece) for name in self._losses.losses)
-        if labels is None or labels.dim() < 2 or labels.is_floating_point() or not counted:
-            return piece
-        thin, flat = labels.clone(), labels.flatten(1)
-        for row in range(len(labels)):
-            real = (flat[row] != IGNORED).nonzero().flatten()
-            kept = real[:FIRST] if row == 0 else real[-LAST:]
-            only = torch.full_like(flat[row], IGNORED)
-            only[kept] = flat[row][kept]
-            thin[row] = only.view_as(labels[row])
-        return step_batch.with_value(piece, "labels", thin)
 
     def _verdict(self, name: str, whole: Reading, parts: list[Reading]) -> str:
         """Return what is wrong with a loss; "" if nothing is, or no number is finite to judge by."""

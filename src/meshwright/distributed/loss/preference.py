@@ -13,7 +13,7 @@ from meshwright.core.errors import ConfigError
 from meshwright.core.losses import IGNORED, PreferenceLoss, have_labels, row_log_probs
 from meshwright.core.record import recall
 from meshwright.distributed.context.context_parallel import runtime_of as context_of
-from meshwright.distributed.exchange import RankGroup
+from meshwright.distributed.exchange import RankGroup, linear_map
 from meshwright.distributed.loss.peft_private import adapted_layers, switched_off
 from meshwright.distributed.step.batch import Batch, labels_of, with_value
 from meshwright.distributed.tensor.layers import runtime_of
@@ -135,22 +135,10 @@ def over_whole_rows(log_probs: Tensor, labels: Tensor, group: RankGroup | None) 
     if group is None:
         return log_probs, labels
     counted = (labels != IGNORED).any(1).to(log_probs.dtype)
-    whole, found = _OverRanks.apply(torch.stack([log_probs, counted]), group).unbind()
+    # ranks go on alike: each one's gradient is its part of a mean over them
+    both = torch.stack([log_probs, counted])
+    whole, found = linear_map(both, lambda x: group.sum(x.clone()), lambda gradient: gradient * group.size).unbind()
     return whole, torch.where(found.detach() > 0, 0, IGNORED)[:, None]
-
-
-class _OverRanks(torch.autograd.Function):
-    """Sums over ranks that go on alike: each rank's gradient is its part of a mean over them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.ranks = group.size
-        return group.sum(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        (gradient,) = grad_outputs
-        return gradient * ctx.ranks, None
 
 
 def refuse(loss_fn: object, plan: Plan, microbatch_rows: int) -> None:

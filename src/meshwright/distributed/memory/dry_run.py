@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import CPU, is_accelerator
@@ -32,19 +31,19 @@ from meshwright.distributed.optimizer.muon import Muon, optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.pipeline import run as messages
-from meshwright.distributed.pipeline.split import on_meta
 from meshwright.distributed.process.absent_peers import absent_peers
 from meshwright.distributed.recompute import recompute
 from meshwright.distributed.step.batch import with_value
 from meshwright.distributed.step.part import ModelPart, OpenedStep
 from meshwright.distributed.weights.constructed import tie
 from meshwright.distributed.weights.shards import apply_to_tensors, memory_of
-from meshwright.introspection.calls import watching
+from meshwright.introspection.calls import SeenEnough, watching
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.facts import ModelFacts, model_facts
 from meshwright.introspection.images import ImageSize, length_for, pictured
 from meshwright.introspection.module_kinds import brings_initialiser, whole_rows
 from meshwright.introspection.signature import IMAGES_PER_ROW, REFERENCE, Signature
+from meshwright.introspection.small.copies import meta_copy_of
 from meshwright.planning.collectives import resolved
 from meshwright.planning.layout import Layout
 from meshwright.planning.memory import (
@@ -389,7 +388,7 @@ class DryRun:
             if plan.world > 1 or plan.data.technique == "fully_shard":
                 experts = 1 if plan.experts is None else plan.experts.ranks
                 mesh = build_mesh(Layout(**dict(plan.mesh), ep=experts), CPU)
-            module = on_meta(self.facts.module)
+            module = meta_copy_of(self.facts.module)
             facts = model_facts(module)
             parts = order.lay_out(module, self.plan, order.Site(mesh, facts), ON_META)
             with self.imagining(mode):
@@ -439,32 +438,20 @@ def _as_on(device: str, account: MemoryAccount) -> Iterator[None]:
 
 
 def allocate(model: nn.Module) -> None:
-    """Give a model on meta fake memory on the CPU; tied parameters stay tied."""
+    """Give a model on meta fake memory on the CPU; tied parameters stay tied, shared buffers shared."""
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    ties = {name: other for name, p in names if (other := first.setdefault(id(p), name)) != name}
+
+    made: dict[Tensor, Tensor] = {}
 
     def bare(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+        if tensor not in made:
+            made[tensor] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+        return made[tensor]
 
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        places: tuple[Any, ...] = module._parameters, module._buffers
-        for held in places:
-            for name, tensor in held.items():
-                if tensor is None or isinstance(tensor, DTensor):
-                    continue
-                if id(tensor) not in made:
-                    new = bare(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                        for attribute, value in vars(tensor).items():
-                            setattr(new, attribute, value)
-                    made[id(tensor)] = tensor, new  # held: else its id could be reused
-                held[name] = made[id(tensor)][1]
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        names = dict(model.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        ties = {name: other for name, p in names.items() if (other := first.setdefault(id(p), name)) != name}
-        apply_to_tensors(model, lambda tensor: bare(tensor) if tensor.is_meta else tensor)
-        tie(model, ties)
+    apply_to_tensors(model, bare)
+    tie(model, ties)
 
 
 @dataclass(frozen=True)
@@ -478,10 +465,6 @@ class SavedByBlock:
 
     all: int
     in_attention: int
-
-
-class _AllSeen(Exception):
-    """Ends a forward behind the last block that is measured."""
 
 
 def saved_by_blocks(
@@ -503,7 +486,7 @@ def saved_by_blocks(
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
         with seeded(0), untouched(facts.module), dry.model_of(0) as model:
             step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
-            with suppress(_AllSeen), seen.watch(facts, set(blocks)):
+            with suppress(SeenEnough), seen.watch(facts, set(blocks)):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
@@ -529,7 +512,7 @@ class _BlockSaves:
             wanted.discard(self._block)
             self._block = ""
             if not wanted:
-                raise _AllSeen
+                raise SeenEnough
 
         def attend(step: int) -> None:
             self._attends += step

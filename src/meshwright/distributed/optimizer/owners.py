@@ -55,8 +55,10 @@ class _Message:
         theirs.sort(key=lambda transfer: transfer.sender)
         return cls(tuple(mine), tuple(theirs), travels)
 
-    def send(self, ranks: ProcessGroupRanks, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
+    def send(self, ranks: ProcessGroupRanks | None, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
         """Send boxes, and return those received."""
+        if ranks is None or not self.travels:
+            return {}
         sends, receives = [0] * ranks.size, [0] * ranks.size
         for transfer in self.mine:
             sends[transfer.receiver] += transfer.held.elements
@@ -153,7 +155,7 @@ class MatrixOwners:
                 for number, matrix in enumerate(local if stack else [local], first + (stack[0] if stack else 0)):
                     held[number, box] = matrix
         for one in schedule.rounds:  # parts to the owners, the functions, and the results to all who hold a box of them
-            there = ChainMap(self._send(one.arriving, lambda *at: held[at], like), held)
+            there = ChainMap(one.arriving.send(self._ranks, lambda *at: held[at], like), held)
             found: dict[int, Tensor] = {}
             for number in (number for number, owner in one.owners if owner == self._here):
                 matrix = schedule.matrices[number]
@@ -164,14 +166,11 @@ class MatrixOwners:
                     for box, part in parts:
                         _part(whole, box).copy_(part)
                 found[number] = functions[schedule.tensor_of[number]](whole)
-            back = self._send(one.leaving, lambda number, box, found=found: _part(found[number], box), like)
+            back = one.leaving.send(self._ranks, lambda number, box, found=found: _part(found[number], box), like)
             for number, _ in one.owners:
                 for box in (boxes.box for boxes in schedule.matrices[number].boxes):
                     if (number, box) in held:
                         held[number, box].copy_(_part(found[number], box) if number in found else back[number, box])
-
-    def _send(self, message: _Message, part_of: Callable[[int, Box], Tensor], like: Tensor) -> Boxes:
-        return message.send(self._ranks, part_of, like) if self._ranks is not None and message.travels else {}
 
     @property
     def _here(self) -> int:

@@ -153,12 +153,19 @@ def refuse_unequal(optimizer: optim.Optimizer) -> None:
         raise UnsupportedError(f"optimizer: {type(optimizer).__name__} {reason}. {remedy}")
     _KNOWN.add(optimizer)
     kind, parameters = type(optimizer).__name__, _parameters(optimizer)
-    errors = (_coupling(optimizer, group, parameters[0].device) for group in dict.fromkeys(_kinds(optimizer)))
-    if are_of_stages(parameters) and not max(errors) <= LARGEST_ERROR:
-        raise UnsupportedError(
-            f"{kind} updates a parameter by the gradients of others too, and each rank has those of its own pipeline"
-            " stages alone. Use one that updates each parameter by itself (AdamW), or layout.pp = 1."
-        )
+    for group in dict.fromkeys(_kinds(optimizer)) if are_of_stages(parameters) else ():
+        # does a parameter's update move where another is stepped beside it?
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(ROWS, COLUMNS, generator=generator).to(parameters[0].device) for _ in range(4)]
+        own, other = [drawn[0], *[drawn[1]] * ALIKE], [drawn[2], *[drawn[3] * 8] * ALIKE]
+        alone, beside = (_updated(optimizer, group, each, torch.clone) for each in ([own], [own, other]))
+        if alone is None or beside is None:
+            continue
+        if not (beside - alone).norm() / (alone - own[0]).norm() <= LARGEST_ERROR:
+            raise UnsupportedError(
+                f"{kind} updates a parameter by the gradients of others too, and each rank has those of its own"
+                f" pipeline stages alone. Use one that updates each parameter by itself (AdamW), or layout.pp = 1."
+            )
     for group, mesh, placements, dims in dict.fromkeys(_ways(optimizer)):
         begin = (
             f"{kind} was tried on a small parameter that lies as {' × '.join(map(str, placements))} over"
@@ -215,15 +222,6 @@ def _error(
     cut = _updated(optimizer, group, [values], lay)
     assert isinstance(cut, DTensor)
     return float((cut.full_tensor() - whole).norm() / (whole - values[0]).norm())
-
-
-def _coupling(optimizer: optim.Optimizer, group: int, device: torch.device) -> float:
-    """Return how far a parameter's update moves, relatively, where another is stepped beside it."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(ROWS, COLUMNS, generator=generator).to(device) for _ in range(4)]
-    own, other = ([value, *[gradient] * ALIKE] for value, gradient in (drawn[:2], [drawn[2], drawn[3] * 8]))
-    alone, beside = (_updated(optimizer, group, each, torch.clone) for each in ([own], [own, other]))
-    return 0.0 if alone is None or beside is None else float((beside - alone).norm() / (alone - own[0]).norm())
 
 
 def _updated(optimizer: optim.Optimizer, group: int, values: list[list[Tensor]], laid: Any) -> Tensor | None:

@@ -32,6 +32,7 @@ from meshwright.introspection.images import OF_TOWER
 from meshwright.introspection.logits_tape import line_that_raised, shown
 from meshwright.introspection.module_kinds import children_of
 from meshwright.introspection.signature import logits_of
+from meshwright.introspection.small.copies import meta_copy_of
 from meshwright.introspection.small.sample import Sample
 from meshwright.introspection.stages import BlockFlow, Branch, branches_of, read_outside
 from meshwright.planning.pipeline.plan import PipelinePlan, StagePlan
@@ -116,7 +117,7 @@ class AbsentModule(Absent):
     """
 
     def __init__(self, original: nn.Module, dtype: torch.dtype):
-        super().__init__(on_meta(original).to(dtype))
+        super().__init__(meta_copy_of(original).to(dtype))
         self._last: tuple[Any, Any] = None, None  # what a tensor given alone was like, and what came of it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,15 +131,6 @@ class AbsentModule(Absent):
             output = self.__dict__["_original"](*given[0], **given[1])
         self._last = (like, output) if isinstance(output, Tensor) else (None, None)
         return tree_map(lambda leaf: _stand_in(leaf, device) if isinstance(leaf, Tensor) else leaf, output)
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on meta."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(module, memo)
 
 
 def _stand_in(like: Tensor, device: torch.device | None, shape: tuple[int, ...] | None = None) -> Tensor:

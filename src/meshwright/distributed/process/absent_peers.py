@@ -229,7 +229,7 @@ def _lasting(name: str, kernel: Callable[..., Any], duration: Duration) -> Calla
 def _receive(tensors: list[Tensor], group: Any, source: int, tag: int) -> Any:
     for tensor in tensors:
         _fill(tensor)
-    return _work(tensors)
+    return finished_work(tensors)
 
 
 def _scatter(
@@ -238,7 +238,7 @@ def _scatter(
     here = dist.ProcessGroup.unbox(group).rank()
     for place, output in enumerate(outputs):
         output.copy_(inputs[place][here]) if here == root else _fill(output)
-    return outputs, _work(outputs)
+    return outputs, finished_work(outputs)
 
 
 def _gather(output: Tensor, given: Tensor, group: Any, *options: Any) -> tuple[Tensor, Any]:
@@ -250,7 +250,7 @@ def _gather(output: Tensor, given: Tensor, group: Any, *options: Any) -> tuple[T
         parts[here].copy_(mine[0])
     for others in (parts[:here], parts[here + 1 :]):
         others.copy_(mine.expand_as(others))
-    return output, _work([output])
+    return output, finished_work([output])
 
 
 def _trade(output: Tensor, given: Tensor, group: Any, *options: Any) -> Any:
@@ -258,37 +258,32 @@ def _trade(output: Tensor, given: Tensor, group: Any, *options: Any) -> Any:
     same = min(into.numel(), mine.numel())
     into[:same].copy_(mine[:same])
     _fill(into[same:])
-    return _work([output])
+    return finished_work([output])
 
 
 def _reduce(tensors: list[Tensor], group: Any, *options: Any) -> tuple[list[Tensor], Any]:
     for tensor in tensors:
         _add_peers(tensor)
-    return tensors, _work(tensors)
+    return tensors, finished_work(tensors)
 
 
 def _reduce_and_scatter(output: Tensor, given: Tensor, group: Any, *options: Any) -> tuple[Tensor, Any]:
     ranks = dist.ProcessGroup.unbox(group)
     output.copy_(given.chunk(ranks.size())[ranks.rank()].view_as(output))
     _add_peers(output)
-    return output, _work([output])
+    return output, finished_work([output])
 
 
 _KERNELS = {
     "recv_": _receive,
-    "send": lambda tensors, *options: _work(tensors),
-    "broadcast_": lambda tensors, *options: (tensors, _work(tensors)),  # but the root, a rank keeps what it has
+    "send": lambda tensors, *options: finished_work(tensors),
+    "broadcast_": lambda tensors, *options: (tensors, finished_work(tensors)),  # but the root, a rank keeps what it has
     "scatter_": _scatter,
     "_allgather_base_": _gather,
     "alltoall_base_": _trade,
     "allreduce_": _reduce,
     "_reduce_scatter_base_": _reduce_and_scatter,
 }
-
-
-def _work(made: list[Tensor]) -> Any:
-    """Return the finished work of a message, with its result."""
-    return finished_work(made).boxed()
 
 
 def _fill(tensor: Tensor) -> None:

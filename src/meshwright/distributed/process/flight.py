@@ -51,26 +51,25 @@ class Flight:
             self._before = open_now
             if not stuck:
                 return None
-            if self._known[0] != stuck or self._known[1] is None:
-                self._known = stuck, self._oldest()
+            if self._known[0] == stuck and self._known[1] is not None:
+                return self._known[1]
+            self._known = stuck, None
+            waiting = [one for one in _entries() if not one["retired"] and not one.get("time_discovered_completed_ns")]
+            if waiting:
+                import torch.distributed as dist
+
+                from meshwright.distributed.torch_private import group_of_recorder
+
+                first = min(waiting, key=lambda entry: entry["time_created_ns"])
+                name, words = first["process_group"]
+                number = int(first["p2p_seq_id"] if first["is_p2p"] else first["collective_seq_id"])
+                kind, group = str(first["profiling_name"]).rpartition(":")[2], group_of_recorder(name)
+                ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+                began = first["time_created_ns"] / 1e9
+                self._known = stuck, PendingCollective(kind, axis_of(words), number, ranks, began)
             return self._known[1]
         except Exception:  # noqa: BLE001  (private to torch: another version may lack it, and no run may stop for it)
             return None
-
-    def _oldest(self) -> PendingCollective | None:
-        waiting = [one for one in _entries() if not one["retired"] and not one.get("time_discovered_completed_ns")]
-        if not waiting:
-            return None
-        import torch.distributed as dist
-
-        from meshwright.distributed.torch_private import group_of_recorder
-
-        first = min(waiting, key=lambda entry: entry["time_created_ns"])
-        name, words = first["process_group"]
-        number = int(first["p2p_seq_id"] if first["is_p2p"] else first["collective_seq_id"])
-        kind, group = str(first["profiling_name"]).rpartition(":")[2], group_of_recorder(name)
-        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        return PendingCollective(kind, axis_of(words), number, ranks, first["time_created_ns"] / 1e9)
 
 
 def _entries() -> list[dict[str, Any]]:

@@ -215,8 +215,13 @@ class StepOpening:
                 f" {len(pieces)}): give as many"
             )
         if own.bring_parts:
-            known = (self.signature, self.facts.max_seq_len)
-            pieces = runtime.join_all(pieces, self.data_groups, self.context[0], *known)
+            try:
+                known = self.context[0], self.signature, self.facts.max_seq_len
+                pieces = [runtime.join(piece, *known) for piece in pieces]
+            except Exception as error:  # noqa: BLE001  (raised below, once the other ranks know)
+                refusal = error
+            if agree.total(torch.tensor([refusal is not None], dtype=torch.int64), self.data_groups).item():
+                agree.raise_first(refusal, self.data_groups)
         if self.declared is not None:
             self.declared.begin(total.losses)
             total.weight = 1.0  # each loss is divided by its own count

@@ -47,7 +47,7 @@ class WholeModel:
             for number, piece in enumerate(pieces):
                 with accumulation.context(self.part.module, self.part.plan, number == len(pieces) - 1):
                     if self._router_loss is not None:
-                        self._router_loss.begin()
+                        self._router_loss.logits.begin()
                     loss = self._loss_sum(piece) / weight
                     total += loss.detach()
                     if self._router_loss is not None:

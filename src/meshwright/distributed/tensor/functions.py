@@ -491,11 +491,6 @@ def add_up(places: list[tuple[Tensor, int, int]], group: RankGroup) -> None:
             view.copy_(room)
 
 
-def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return ``x``; its gradient is multiplied by ``factor``."""
-    return linear_map(x, lambda x: x.view_as(x), lambda gradient: gradient * factor)
-
-
 def whole_features(x: Tensor, copies: int, group: RankGroup) -> Tensor:
     """Gather the features of all ranks, (…, n) → (…, n · size / copies); ``copies`` adjacent ranks hold the same.
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.parts import FusedPart, ranges
 from meshwright.core.record import argument, holding, recall, with_arguments, without_values, wrap
-from meshwright.distributed.exchange import RankGroup, own_share
+from meshwright.distributed.exchange import RankGroup, linear_map, own_share
 from meshwright.distributed.nf4 import QuantizedLinear
 from meshwright.distributed.products import Products, agreed_linear, products_of
 from meshwright.distributed.torch_private import local_part, spec_of
@@ -179,7 +179,7 @@ class LocalView:
     def part(self, parameter: Tensor) -> Tensor:
         part = local(parameter)
         if self.gradient_factor != 1.0:
-            part = functions.scaled_gradient(part, self.gradient_factor)
+            part = linear_map(part, lambda x: x.view_as(x), lambda gradient: gradient * self.gradient_factor)
         return part if self.summed_over is None else functions.summing_gradients(part, self.summed_over)
 
 

@@ -111,28 +111,9 @@ def wrap_modules(
         if module not in done and module._parameters:
             layers.shared_linear(module, plan.parts_of(clean(path)), runtime)
     runtime.own = done
-    _use_local_parameters(model, plan, done, group if sums_at_once else None)
-    if plan.kinds:
-        first = model.get_submodule(plan.blocks[0])
-        if plan.begins:
-            ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
-        if isinstance(group, ProcessGroupRanks):  # threads share one stream
-            # a rank has other tokens, and all ranks draw the same numbers before the blocks
-            is_wanted = lambda: model.training and runtime.sequence.cut  # noqa: E731
-            own_streams(model, first, is_wanted, ("tensor rank", group.rank))
-    if plan.gathers_after_blocks:
-        ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
-    return runtime
-
-
-def _use_local_parameters(
-    model: nn.Module, plan: TensorPlan, done: set[nn.Module], summing_over: RankGroup | None
-) -> None:
-    """Give every forward plain tensors for the parameters of its module and of all modules inside.
-
-    Many blocks read the weights of their children. A block's own forward prepares its parameters, because that forward
-    may be compiled or recomputed, and because FSDP gathers for it.
-    """
+    # Every forward gets plain tensors for the parameters of its module and of all modules inside: many blocks read the
+    # weights of their children. A block's own forward prepares its parameters, because that forward may be compiled or
+    # recomputed, and because FSDP gathers for it.
     modules, blocks = dict(model.named_modules()), set(plan.blocks)
     inside: dict[str, list[LocalView]] = {}
     for path, module in modules.items():
@@ -144,7 +125,7 @@ def _use_local_parameters(
             and plan.cut_of(full := clean(f"{path}.{name}" if path else name), p.shape) is None
             and plan.is_summed(full)
         ]
-        views = [] if module in done else LocalView.of(module, summing=summed, group=summing_over)
+        views = [] if module in done else LocalView.of(module, summing=summed, group=group if sums_at_once else None)
         around = path
         while views:
             inside.setdefault(around, []).extend(views)
@@ -154,6 +135,17 @@ def _use_local_parameters(
     for path, views in inside.items():
         if modules[path] not in done and not isinstance(modules[path], NEVER_CALLED):
             use_local_parameters(modules[path], views)
+    if plan.kinds:
+        first = model.get_submodule(plan.blocks[0])
+        if plan.begins:
+            ends.first_block(first, plan.kind_of(plan.blocks[0]).hidden, runtime)
+        if isinstance(group, ProcessGroupRanks):  # threads share one stream
+            # a rank has other tokens, and all ranks draw the same numbers before the blocks
+            is_wanted = lambda: model.training and runtime.sequence.cut  # noqa: E731
+            own_streams(model, first, is_wanted, ("tensor rank", group.rank))
+    if plan.gathers_after_blocks:
+        ends.last_block(model.get_submodule(plan.last_block), runtime, alike=not plan.head)
+    return runtime
 
 
 def _wrap_block(block: nn.Module, kind: BlocksPlan, runtime: Runtime, sums_at_once: bool) -> set[nn.Module]:
@@ -367,7 +359,41 @@ def rehearse(
     expected_loss.backward()
     by_token = expected_logits.dim() == 3  # a classifier of whole rows has no loss of tokens
     logits = logits if plan.head and not plan.tail.obstacle_if_cut and by_token else "whole"
-    found = on_threads(plan.ranks, lambda group: _on_rank(copy_of(model), plan, inputs, group, logits, sums_at_once))
+
+    def on_rank(group: Thread) -> tuple[float, dict[str, Tensor]]:
+        made = copy_of(model)
+        vocabulary = made.get_submodule(plan.head).get_parameter("weight").shape[0] if plan.head else 0
+        runtime = wrap_modules(made, plan, group, sums_at_once=sums_at_once)
+        cuts = {clean(name): plan.cut_of(clean(name), p.shape) for name, p in made.named_parameters()}
+        for name, parameter in made.named_parameters():
+            cut = cuts[clean(name)]
+            if cut is not None:
+                parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
+        for module in runtime.own:
+            # Python finds these before the parameters
+            module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})
+        if logits == "whole":
+            loss = loss_of(logits_of(made(**inputs)))
+        else:
+            labels = labels_of((*next(iter(inputs.values())).shape, vocabulary))
+            request = LossRequest(labels, chunks=2)
+            runtime.logits, runtime.request = ("own", None) if logits == "own" else (runtime.logits, request)
+            output = made(**inputs)
+            if logits == "own":
+                assert runtime.shard is not None
+                request.result = vocabulary_parallel_cross_entropy_sum(logits_of(output), labels, runtime.shard)
+            assert request.result is not None
+            loss, runtime.request = request.result / labels.numel(), None
+        loss.backward()
+        gradients = {}
+        for name, parameter in made.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if not sums_at_once and cuts[clean(name)] is None and plan.is_summed(clean(name)):
+                gradient = group.sum(gradient.clone())
+            gradients[clean(name)] = gradient
+        return loss.item(), gradients
+
+    found = on_threads(plan.ranks, on_rank)
 
     def wholes(name: str, gradient: Tensor) -> list[Tensor]:
         parts, cut = [gradients[name] for _, gradients in found], plan.cut_of(name, gradient.shape)
@@ -402,38 +428,3 @@ class Resting:
     @classmethod
     def __torch_function__(cls, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         raise RuntimeError(f"a weight that is cut is read ({operation.__name__}) outside of its own module")
-
-
-def _on_rank(
-    model: nn.Module, plan: TensorPlan, inputs: dict[str, Any], group: Thread, logits: Logits, sums_at_once: bool
-) -> tuple[float, dict[str, Tensor]]:
-    vocabulary = model.get_submodule(plan.head).get_parameter("weight").shape[0] if plan.head else 0
-    runtime = wrap_modules(model, plan, group, sums_at_once=sums_at_once)
-    cuts = {clean(name): plan.cut_of(clean(name), p.shape) for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        cut = cuts[clean(name)]
-        if cut is not None:
-            parameter.data = take(parameter.data, *cut, group.rank, group.size).clone()
-    for module in runtime.own:
-        # Python finds these before the parameters
-        module.__dict__.update({key: Resting(p) for key, p in module._parameters.items() if p is not None})
-    if logits == "whole":
-        loss = loss_of(logits_of(model(**inputs)))
-    else:
-        labels = labels_of((*next(iter(inputs.values())).shape, vocabulary))
-        request = LossRequest(labels, chunks=2)
-        runtime.logits, runtime.request = ("own", None) if logits == "own" else (runtime.logits, request)
-        output = model(**inputs)
-        if logits == "own":
-            assert runtime.shard is not None
-            request.result = vocabulary_parallel_cross_entropy_sum(logits_of(output), labels, runtime.shard)
-        assert request.result is not None
-        loss, runtime.request = request.result / labels.numel(), None
-    loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not sums_at_once and cuts[clean(name)] is None and plan.is_summed(clean(name)):
-            gradient = group.sum(gradient.clone())
-        gradients[clean(name)] = gradient
-    return loss.item(), gradients

@@ -249,7 +249,17 @@ def write_constructed(
         try:
             recording = record(build, seed)[1]
         except NotRecordedError as error:
-            _in_turns(lambda part=part, build=build: part.take(built(build, seed)), str(error), part)
+            (_, local, world), kind = get_world_info(), type(part.modules[""]).__name__
+            if world > 1 and local == 0:
+                size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
+                warnings.warn(
+                    f"the constructor of {kind} cannot be recorded: {error}. So it runs whole on every rank, one of a"
+                    f" node after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
+                    stacklevel=2,
+                )
+            for turn in range(ranks_per_node()):  # each then holds a whole model
+                action = lambda part=part, build=build: part.take(built(build, seed))  # noqa: E731
+                agree.together(action, here=turn == local)
         else:
             part.check(recording)
             _carry_out(part, recording, seed, draw_on)
@@ -400,20 +410,6 @@ def _in_blocks(
                     steps[0].onto(piece.local, None)
         part.written.add(part.full_name(name))
     return True
-
-
-def _in_turns(action: Callable[[], None], why: str, part: _Part) -> None:
-    """Run ``action`` on one rank of a node after the other, since each then holds a whole model."""
-    local, world = get_world_info()[1:]
-    if world > 1 and local == 0:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in part.tensors.values())
-        warnings.warn(
-            f"the constructor of {type(part.modules['']).__name__} cannot be recorded: {why}. So it runs whole on every"
-            f" rank, one of a node after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
-            stacklevel=2,
-        )
-    for turn in range(ranks_per_node()):
-        agree.together(action, here=turn == local)
 
 
 # --- initialise weights: each rank its own shards, bitwise equal on every layout

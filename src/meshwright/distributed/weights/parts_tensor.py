@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshwright.core.parts import FusedPart, take
 from meshwright.core.torch_private import schema_of, tree_leaves, tree_map
+from meshwright.distributed.exchange import linear_map
 from meshwright.distributed.torch_private import DTensorSpec, TensorMeta, let_fsdp_make, local_part, spec_of
-from meshwright.distributed.weights.shards import whole_everywhere
 
-from .shards import PartsShard, Piece, pieces, with_local
+from .shards import PartsShard, Piece, pieces, whole_everywhere, with_local
 from .torch_2_11 import PASSES_OVER_SUBCLASSES, PassedOver
 
 if TYPE_CHECKING:  # a twentieth of a second, and most runs never ask torch for a checkpoint
@@ -83,14 +83,20 @@ class PartsTensor(*((PassedOver, DTensor) if PASSES_OVER_SUBCLASSES else (DTenso
         return PartsTensor(local_part(plain), spec_of(plain), requires_grad=plain.requires_grad)  # type: ignore[call-arg]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        return _Share.apply(self) if torch.is_grad_enabled() else local_part(self)
+        if not torch.is_grad_enabled():
+            return local_part(self)
+        like = with_local(self, local_part(self).detach())  # whose placements the gradient gets
+        share = lambda tensor: local_part(tensor).view_as(local_part(tensor))  # noqa: E731
+        return linear_map(self, share, lambda gradient: with_local(like, gradient.contiguous()))
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         if placements is not None and tuple(placements) == self.placements and device_mesh in (None, self.device_mesh):
             return self
-        return _Whole.apply(self).redistribute(device_mesh, placements, **options)
+        like = with_local(self, local_part(self).detach())
+        whole: Any = linear_map(self, _replicated, lambda gradient: _share_of(gradient, like))
+        return whole.redistribute(device_mesh, placements, **options)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -144,32 +150,6 @@ def distribute(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) 
     meta = TensorMeta(parameter.shape, torch.empty(parameter.shape, device="meta").stride(), local.dtype)
     made = placed(local, DTensorSpec(mesh, (placement,), tensor_meta=meta))
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
-
-
-class _Share(torch.autograd.Function):
-    """Take this rank's shard; the gradient gets the placements of the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: PartsTensor) -> Tensor:
-        ctx.like = with_local(tensor, local_part(tensor).detach())
-        return local_part(tensor).view_as(local_part(tensor))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
-        return with_local(ctx.like, gradients[0].contiguous())
-
-
-class _Whole(torch.autograd.Function):
-    """Gather the whole tensor as a replicated DTensor; of its gradient, each rank takes its shard."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: PartsTensor) -> DTensor:
-        ctx.like = with_local(tensor, local_part(tensor).detach())
-        return _replicated(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _share_of(gradients[0], ctx.like)
 
 
 def _on_shares(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], like: PartsTensor) -> Any:
@@ -241,7 +221,7 @@ def _on_wholes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda leaf: back.get(id(leaf), leaf) if schema_of(func).is_mutable else leaf, result)
 
 
-def _replicated(tensor: PartsTensor) -> DTensor:
+def _replicated(tensor: Any) -> DTensor:
     """Return the whole tensor, replicated on its mesh. Collective over the axes that shard it."""
     mesh = tensor.device_mesh
     whole = whole_everywhere(tensor)

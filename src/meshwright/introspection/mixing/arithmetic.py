@@ -21,10 +21,9 @@ from torch import Tensor
 
 from meshwright.core.errors import UnsupportedError
 from meshwright.core.torch_private import by_values, flex_operator, flex_score_is_plain, is_asked_by_flex
-from meshwright.introspection.mixing.masks import MaskRule, rule_of
 
 from .interception import AttentionCall, Handler, SdpaCalls
-from .masks import MaskFunction, causal, dense, everything
+from .masks import MaskFunction, MaskRule, causal, dense, everything, rule_of
 
 # --- intercept calls of ``torch.nn.attention.flex_attention``, whose masks are functions of places
 

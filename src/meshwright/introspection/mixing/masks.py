@@ -273,19 +273,21 @@ class RowMask:
         return reach
 
 
-def search(function: MaskFunction, length: int, rows: int, device: torch.device | str = "cpu") -> KeyRanges | None:
+def search(
+    function: MaskFunction, length: int, rows: int, device: torch.device | str = "cpu", places: Tensor | None = None
+) -> KeyRanges | None:
     """Find the ends of each token's interval by bisection, from the token itself; None if it does not see itself.
 
-    Whether keys between the ends are all seen is for ``is_reach`` to say.
+    Whether keys between the ends are all seen is for ``is_reach`` to say. ``places``: of the tokens; None: all.
     """
     row = torch.arange(rows, device=device)[:, None, None, None]
     head = torch.zeros((), dtype=torch.int64, device=device)
-    query = torch.arange(length, device=device)[None, None, :, None]
+    query = (torch.arange(length, device=device) if places is None else places)[None, None, :, None]
+    query_of_each = query.expand(rows, 1, -1, 1)
 
     def sees(key: Tensor) -> Tensor:
-        return function(row, head, query, key).expand(rows, 1, length, 1)
+        return function(row, head, query, key).expand_as(query_of_each)
 
-    query_of_each = query.expand(rows, 1, length, 1)
     if not bool(sees(query_of_each).all()):
         return None
     lower = _least(sees, torch.zeros_like(query_of_each), query_of_each)
@@ -359,18 +361,8 @@ def rule_of(function: MaskFunction) -> MaskRule | None:
 
 def _ends(function: MaskFunction, place: int) -> tuple[int, int] | None:
     """Return the interval of keys that one query of a row of twice its place reaches."""
-    zero = torch.zeros((), dtype=torch.int64)
-    query = torch.tensor(place)
-
-    def sees(key: Tensor) -> Tensor:
-        return function(zero, zero, query, key).reshape(())
-
-    if not bool(sees(query)):
-        return None
-    last = torch.tensor(2 * place)
-    lower = _least(sees, zero, query)
-    beyond = _least(lambda key: sees(last - key), zero, last - query)
-    return int(lower), 2 * place + 1 - int(beyond)
+    found = search(function, 2 * place + 1, 1, places=torch.tensor([place]))
+    return None if found is None else (int(found.lower), int(found.upper))
 
 
 def replaced(value: Any, instead: Callable[[Tensor], Tensor]) -> Any:

@@ -17,7 +17,6 @@ from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path
 from meshwright.introspection.calls import watching
-from meshwright.introspection.mixing.masks import MaskRule, rule_of
 from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes, find_length_uses
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
@@ -33,7 +32,7 @@ from .interception import (
     intercept_transformers,
     sdpa_call,
 )
-from .masks import MaskFunction, TokenMask, dense, in_segments, segments_of
+from .masks import MaskFunction, MaskRule, TokenMask, dense, in_segments, rule_of, segments_of
 from .whole import WithoutWeights, copy_without_values, find_mixers
 
 # --- find the calls of attention in a model, on a small copy, and the rule of each call's mask

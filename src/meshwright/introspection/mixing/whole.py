@@ -25,7 +25,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within
 from meshwright.core.record import remember, without_values
 from meshwright.core.torch_private import EagerDispatchMode, tensors_by_path, tree_leaves, tree_map, tree_map_with_path
-from meshwright.introspection.calls import watching
+from meshwright.introspection.calls import SeenEnough, watching
 from meshwright.introspection.constructor import written
 from meshwright.introspection.signature import Signature
 from meshwright.introspection.small.copies import meta_copy_of
@@ -161,10 +161,6 @@ def _copied(leaf: Any) -> Any:
 META = torch.device("meta")
 
 
-class _Reached(Exception):
-    """All modules were called whose arguments are asked for."""
-
-
 class WithoutWeights(EagerDispatchMode):
     """Computes an operator with values where all its tensors have some, on one device; else without."""
 
@@ -219,12 +215,12 @@ def whole_arguments(
             tree_map_with_path(given.__setitem__, (args, kwargs))
             found[path] = {key: given[key] for key in wanted[path] if key in given}
         if len(found) == len(wanted):
-            raise _Reached
+            raise SeenEnough
 
     watched = [(path, module) for path, module in model.named_modules() if clean(path) in wanted]
     tokens = torch.zeros_like(batch["tokens"])
     inputs = Signature.of(model).inputs({**batch, "tokens": tokens}, device)
-    with contextlib.suppress(_Reached), torch.no_grad(), watching(watched, note), WithoutWeights(device):
+    with contextlib.suppress(SeenEnough), torch.no_grad(), watching(watched, note), WithoutWeights(device):
         functional_call(model, dict(buffers), (), inputs)
     return found
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.torch_private import forward_hooks
-from meshwright.introspection.calls import watching
+from meshwright.introspection.calls import SeenEnough, watching
 from meshwright.introspection.module_kinds import config_at
 from meshwright.introspection.signature import Signature
 
@@ -213,10 +213,6 @@ class _Narrowing(TorchFunctionMode):
 # --- find the table that a model looks its token ids up in, by a forward without values that ends there
 
 
-class _Found(Exception):
-    """A table was given the token ids themselves."""
-
-
 def rows_of_token_table(model: nn.Module) -> int | None:
     """Return the number of rows of the embedding that takes a model's token ids, None where none is seen to.
 
@@ -232,7 +228,7 @@ def rows_of_token_table(model: nn.Module) -> int | None:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if given is not None and given.device == tokens.device and torch.equal(given, tokens):
             found.append(int(table.num_embeddings))  # type: ignore[arg-type]
-            raise _Found
+            raise SeenEnough
 
     # whatever a model's code or torch raises of tensors without values: then nothing is known
     with contextlib.suppress(Exception), torch.no_grad():

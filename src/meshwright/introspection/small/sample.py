@@ -24,10 +24,9 @@ from meshwright.introspection.images import ImageArguments, length_for, pictured
 from meshwright.introspection.module_kinds import compute_experts_one_by_one
 from meshwright.introspection.signature import IMAGES_PER_ROW, SWITCHED_OFF, Signature, core_of, logits_of
 from meshwright.introspection.small.configs import Small, key_of_text, smaller
-from meshwright.introspection.small.copies import grafted
 from meshwright.introspection.source import builder_of
 
-from .copies import carry_functions, codes_in, compute_wide, copy_of
+from .copies import carry_functions, codes_in, compute_wide, copy_of, grafted
 
 Answer = TypeVar("Answer")
 ROWS, SEQ = 2, 6

@@ -14,7 +14,7 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import argument
 from meshwright.introspection.blocks import hints_of, repeated_blocks
-from meshwright.introspection.calls import Call, watching
+from meshwright.introspection.calls import Call, SeenEnough, watching
 from meshwright.introspection.deferred_logits import Tail, find_tail
 from meshwright.introspection.signature import logits_of
 from meshwright.introspection.small.sample import Sample, layouts_of, on_samples
@@ -264,15 +264,12 @@ def _before(sample: Sample, hidden: int | str) -> list[str]:
     """List the parameters outside the blocks that move the first block's input."""
     entered: list[Tensor] = []
 
-    class Stop(Exception):
-        pass
-
     def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         entered.append(argument(args, kwargs, hidden).clone())
-        raise Stop
+        raise SeenEnough
 
     def run() -> Tensor:
-        with contextlib.suppress(Stop), torch.no_grad():
+        with contextlib.suppress(SeenEnough), torch.no_grad():
             sample.model(**sample.inputs[0])
         return entered.pop()
 
