@@ -150,9 +150,10 @@ def test_losses_and_gradients_are_those_of_lora_by_hand(spmd, kind, factor):
 # --- how they begin
 
 
-def begun(layout: Layout, adapters: dict[str, Any], folder: str | None) -> dict[str, Tensor]:
+def begun(layout: Layout, adapters: dict[str, Any], folder: str | None, dtype: str = "float32") -> dict[str, Tensor]:
     weights = pretrained(folder) if folder else None
-    model = parallelize(llama(), layout, techniques={"adapters": adapters}, seed=3, weights=weights)
+    made = CausalLM(llama(), dtype)
+    model = parallelize(made, layout, techniques={"adapters": adapters}, seed=3, weights=weights)
     return {
         name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()  # type: ignore[operator]
         for name, p in model.named_parameters()
@@ -171,16 +172,20 @@ def test_adapters_begin_as_the_constructor_and_peft_make_them(spmd):
 
 
 @pytest.mark.first("pp 2")
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=["tp 2", "pp 2"])
-def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(TP2, "float32"), (PP2, "float32"), (PP2, "bfloat16"), (DATA2, "float64")],
+    ids=["tp 2", "pp 2", "pp 2 bfloat16", "data 2 float64"],
+)
+def test_beside_weights_from_files_adapters_begin_as_peft_makes_them_from_the_seed(spmd, tmp_path, layout, dtype):
     from peft import LoraConfig, get_peft_model
 
-    base = families.saved(tmp_path, "llama", seed=7)
+    base = families.saved(tmp_path, "llama", seed=7).to(getattr(torch, dtype))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
-        reference: Any = get_peft_model(copy.deepcopy(base), config)  # type: ignore[arg-type]
-    ours = {name: p for found in spmd(2, begun, layout, QV, str(tmp_path)) for name, p in found.items()}
+        reference: Any = get_peft_model(copy.deepcopy(base), config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    ours = {name: p for found in spmd(2, begun, layout, QV, str(tmp_path), dtype) for name, p in found.items()}
     theirs = {name.removeprefix("base_model.model."): p for name, p in reference.named_parameters()}
     assert ours.keys() == theirs.keys()
     for name, parameter in theirs.items():

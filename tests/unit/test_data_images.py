@@ -22,7 +22,7 @@ from meshwright.core.errors import ConfigError, IntegrityError, UnsupportedError
 from meshwright.data import FileTokenizer, Loader, Samples, SourceOptions, open_corpus, prepare, validation_batches
 from meshwright.data.building import TokenisingRecipe
 from meshwright.data.corpus import Pictured, beside_images
-from meshwright.data.images import PixelReader, vision_of
+from meshwright.data.images import IMAGES, PixelReader, vision_of
 from meshwright.data.loader import StreamedSamples
 from meshwright.data.scan import list_sources
 
@@ -320,7 +320,10 @@ def test_long_ones_are_refused_or_skipped_as_ever(llava, data):
         split.n_samples(40)
     fits = [int(n) for n in split.lengths if n <= 40]
     assert isinstance(split, Pictured) and 0 < len(fits) < 4
-    assert replace(split, too_long="skip").n_samples(40) == len(fits)
+    kept = replace(split, too_long="skip")
+    assert kept.n_samples(40) == len(fits)
+    rows = kept.rows(np.arange(len(fits)), 40)
+    assert kept.n_images(40) == sum(map(len, rows[IMAGES])) < kept.n_images(SEQ) == len(kept.images.places)
 
 
 def test_a_changed_image_is_noticed(llava, data):

@@ -209,6 +209,11 @@ class Pictured(Whole):
             files[row] = tuple(self.images.file(number) for number in places[places[:, 2] <= kept, 3].tolist())
         return found | {IMAGES: files}
 
+    def n_images(self, seq_len: int) -> int:
+        """Count the images in rows of a length."""
+        places = self.images.places
+        return int((places[:, 2] <= self.kept_lengths(seq_len)[places[:, 0]]).sum())
+
     def _cut(self, document: int, seq_len: int) -> int:
         places = self.images.of(document)[:, 1:3].tolist()
         return next((begin for begin, end in places if begin < seq_len < end), seq_len)

@@ -326,7 +326,8 @@ def check_data(facts: ModelFacts, batch: Batch) -> None:
         raise ConfigError(
             f"the tokenizer has {batch.vocab_size} token ids, the model only model.vocab_size = {facts.vocab_size}: ids"
             f" from {facts.vocab_size} up would have no embedding. Set model.vocab_size = {batch.vocab_size} (of"
-            f" meshwright's own decoder) or use a smaller tokenizer."
+            f" meshwright's own decoder), save transformers' model anew after"
+            f" resize_token_embeddings({batch.vocab_size}), or use a smaller tokenizer."
         )
 
 

@@ -483,7 +483,7 @@ def describe(
     splits = [(corpus.training, corpus.validation) for corpus in corpora]
     seq_len = config.data.seq_len
     text = f"{sizes_text(splits, seq_len)} · {seq_len} tokens per row"
-    if n_images := sum(len(split.images.places) for both in splits for split in both if isinstance(split, Pictured)):
+    if n_images := sum(split.n_images(seq_len) for both in splits for split in both if isinstance(split, Pictured)):
         text += f" · {n_images:,} images"
     text += f" · {(rows := config.batch.global_batch)} row{'s' * (rows > 1)} per step"
     if len(parts) == 1:

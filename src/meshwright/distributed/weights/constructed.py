@@ -344,9 +344,20 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
-        # of all adapters of the model, also those that this rank has not
-        adapters = {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
-        _in_stream(recording, storages, give, seed, adapters if part.only is not None else frozenset())
+        alone = set[int]()
+        if part.only is not None:  # of all adapters of the model, also those that this rank has not, and before casts
+            alone, base = (
+                {
+                    storage
+                    for step, _ in recording.needed(
+                        {v.storage for n, v in recording.tensors.items() if is_adapter(n) == own}
+                    )
+                    for storage in step.writes | step.creates
+                }
+                for own in (True, False)
+            )
+            alone -= base
+        _in_stream(recording, storages, give, seed, alone)
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
