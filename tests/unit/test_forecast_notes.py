@@ -163,7 +163,7 @@ def test_offloads_leave_the_card_and_their_seconds_are_named():
     ("batch", "techniques", "remedy"),
     [
         (Batch(64, 4096), {}, {"batch.microbatch": "1"}),
-        (Batch(64, 4096, 16), {}, {"techniques.activation_checkpointing": "full"}),
+        (Batch(64, 4096, 8), {}, {"techniques.activation_checkpointing": "full"}),
         (Batch(64, 4096, 16), {"activation_checkpointing": "none"}, None),
     ],
 )

@@ -151,7 +151,9 @@ def test_the_command_writes_the_page_beside_its_answer(tmp_path, capsys):
     printed = capsys.readouterr()
     assert target.read_text(encoding="utf-8") == text and f"wrote {target}" in printed.out
     cells = [re.sub("<wbr/>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", text)]
-    for line in printed.out.splitlines()[2 : 2 + len(answer["candidates"])]:
+    lines = printed.out.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.strip().startswith("layout "))
+    for line in lines[head + 1 : head + 1 + len(answer["candidates"])]:
         assert all(cell in cells for cell in re.split(r"  +", line.strip()))
     assert "[layout]\npp = 2\n" in text
 

@@ -11,10 +11,11 @@ from torch import nn
 from meshwright import Batch, Cluster, Layout, foresee
 from meshwright.distributed.memory import dry_run
 from meshwright.distributed.memory.dry_run import SavedByBlock, estimate_memory, saved_by_blocks
-from meshwright.introspection.facts import model_facts
+from meshwright.introspection.facts import facts_with, model_facts
 from meshwright.introspection.source import as_module
 from meshwright.models.decoder_config import SIZES, MoEConfig
 from meshwright.planning.build import plan
+from meshwright.planning.techniques import as_techniques
 from meshwright.simulation import foresee as foresee_module
 
 MODEL = replace(SIZES["1B"], n_layers=6, vocab_size=4096)
@@ -55,7 +56,7 @@ def test_each_block_counts_what_it_saves_once():
     made = plan(facts, Layout(dp_shard=1), cluster=ONE)
     tensor = 2 * 32 * 64 * 4
     found = saved_by_blocks(facts, made, Batch(2, 32, 2))
-    assert found == (SavedByBlock(2 * tensor, 0),) * 3
+    assert found == (SavedByBlock(2 * tensor, 0, 2 * tensor),) * 3
 
 
 def test_bytes_are_those_of_a_real_forward():
@@ -94,6 +95,10 @@ def test_a_model_that_cannot_be_dry_run_counts_by_arithmetic():
     assert saved_by_blocks(facts, plan(facts, Layout(dp_shard=1), cluster=ONE), Batch(2, 32, 2)) == ()
 
 
+def again(mode: str, **keys: object) -> dict[str, object]:
+    return {"activation_checkpointing": mode, **keys}
+
+
 # layout, techniques, rows, rows of a microbatch
 CASES = {
     "sharded": (Layout(dp_shard=8), {}, 8, 1),
@@ -101,6 +106,19 @@ CASES = {
     "attention again": (Layout(dp_shard=8), {"activation_checkpointing": "selective"}, 16, 2),
     "blocks again": (Layout(dp_shard=8), {"activation_checkpointing": "full"}, 16, 2),
     "tensor": (Layout(dp_shard=4, tp=2), {}, 8, 2),
+    "some modules again": (Layout(dp_shard=8), again("modules", checkpoint_modules=["layers.*.feed_forward"]), 16, 2),
+    "some operators again": (Layout(dp_shard=8), again("selective_op"), 16, 2),
+    "in host memory": (Layout(dp_shard=8), again("offload"), 16, 2),
+    "blocks frozen": (Layout(dp_shard=8), {"freeze": ["layers.*"]}, 8, 1),
+    "first blocks frozen": (Layout(dp_shard=8), {"freeze": ["embed", "layers.0", "layers.1"]}, 8, 1),
+    "blocks again beside adapters": (Layout(dp_shard=8), again("full") | {"adapters": {"rank": 16}}, 16, 2),
+    "DoRA": (Layout(dp_shard=8), {"adapters": {"rank": 16, "kind": "dora"}}, 8, 1),
+    "gathered once": (Layout(dp_shard=8), {"zero_stage": 2}, 8, 1),
+    "loss in chunks": (Layout(dp_shard=8), {"loss_chunks": 8}, 8, 1),
+    "all forwards first": (Layout(pp=2, dp_shard=4), {"pipeline_schedule": "gpipe"}, 32, 1),
+    "a backward in two parts": (Layout(pp=2, dp_shard=4), {"pipeline_schedule": "zbv_zero_bubble"}, 32, 1),
+    "operators again, tensor": (Layout(dp_shard=4, tp=2), again("selective_op"), 8, 2),
+    "gathered activations stay": (Layout(dp_shard=4, tp=2), {"regather": False}, 8, 2),
     "context": (Layout(dp_shard=4, cp=2), {}, 8, 2),
     "pipeline": (Layout(pp=2, dp_shard=4), {}, 32, 1),
     "replicated, accumulated": (Layout(dp_replicate=8, dp_shard=1), {}, 16, 1),
@@ -122,7 +140,11 @@ def of_dry_run(name: str) -> float:
     layout, techniques, rows, microbatch = (CASES | STACKS)[name]
     length, facts = (4096, FACTS) if name in CASES else (64, MIXTURE)
     batch = Batch(rows, length, microbatch, length)
-    found = foresee(facts, layout, batch=batch, cluster=CARDS, techniques=techniques).candidates[0]
+    if (adapters := as_techniques(techniques).adapters) is not None:
+        facts = facts_with(as_module(MODEL), adapters, None)
+    found = foresee(
+        facts if adapters is None else as_module(MODEL), layout, batch=batch, cluster=CARDS, techniques=techniques
+    ).candidates[0]
     memory = found.candidate.memory
     dry = estimate_memory(facts, found.plan, batch).of()
     return (memory.total - memory.context - memory.fragmented) / dry.total
@@ -133,7 +155,7 @@ def of_dry_run(name: str) -> float:
 def test_a_forecast_counts_about_what_the_dry_run_finds(name, measured):
     share = of_dry_run(name)
     measured(name, "forecast over dry run", {"tensors": share})
-    assert LEAST < share < 1.2
+    assert LEAST < share < 1.12
 
 
 @pytest.mark.first

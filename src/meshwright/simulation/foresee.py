@@ -18,6 +18,7 @@ from meshwright.introspection.facts import ModelFacts, facts_with
 from meshwright.planning.build import plan as build_plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
+from meshwright.planning.recompute import ACTS_WITH
 from meshwright.planning.techniques import RunTechniques, Techniques, as_techniques
 from meshwright.planning.values import Batch
 from meshwright.simulation.answer import (
@@ -33,8 +34,8 @@ from meshwright.simulation.answer import (
     words,
 )
 from meshwright.simulation.cards import Machines, card_names
-from meshwright.simulation.from_model import job_of_plan, left_out, with_saved
-from meshwright.simulation.job import Architecture, Job
+from meshwright.simulation.from_model import architecture_of, job_of_plan, left_out, with_saved
+from meshwright.simulation.job import PARTS, Architecture, Job
 from meshwright.simulation.measured import computing_in, machines_of
 from meshwright.simulation.search import WORDS, Candidate, Pin, Progress, divisors, search
 from meshwright.simulation.step_memory import RehearsedRank, rehearsed_memory, rehearsed_time, step_memory
@@ -232,11 +233,20 @@ class _Question:
         """The model's architecture, with what its code was found to save in a dry run of one row on one rank."""
         one, row = Layout(dp_shard=1), Batch(1, self.batch.seq_len, 1, self.batch.vocab_size)
         here = Cluster(1, 1, self.cluster.device)
-        plain = build_plan(self.facts, one, cluster=here, techniques={"precision": self.techniques.precision})
-        job = job_of_plan(self.facts, plain, row, self._machines(1))
-        kinds, order = job.architecture.kinds
-        firsts = [self.facts.blocks[order.index(kind)] for kind in range(len(kinds)) if self.facts.blocks]
-        return with_saved(job.architecture, saved_by_blocks(self.facts, plain, row, firsts), job)
+        known, mode = Techniques(), self.techniques.activation_checkpointing
+        shared, parts = ("precision", "freeze"), [key for key, other in ACTS_WITH.items() if other == mode in PARTS]
+        plans = []
+        for keys in (shared, ("activation_checkpointing", *parts)) if parts else (shared,):
+            known = replace(known, **{key: getattr(self.techniques, key) for key in keys})
+            plans.append(build_plan(self.facts, one, cluster=here, techniques=known))
+        parameters = (replace(p, trainable=p.name not in plans[0].frozen) for p in self.facts.parameters)
+        facts = replace(self.facts, parameters=tuple(parameters))
+        architecture = architecture_of(facts, plans[-1].checkpointed)
+        job = job_of_plan(facts, plans[0], row, self._machines(1), architecture)
+        kinds, order = architecture.kinds
+        firsts = [facts.blocks[order.index(kind)] for kind in range(len(kinds)) if facts.blocks]
+        saved = [saved_by_blocks(self.facts, made, row, firsts) for made in plans]
+        return with_saved(architecture, saved[0], saved[1] if parts else (), job)
 
     def _job(self, plan: Plan, rows: int = 0) -> Job:
         here = computing_in(self._machines(self.cluster.world), plan.precision.compute)

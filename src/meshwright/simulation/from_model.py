@@ -25,6 +25,7 @@ from meshwright.planning.techniques import Techniques
 from meshwright.planning.values import Batch, Unit
 from meshwright.simulation.cards import Machines
 from meshwright.simulation.job import (
+    PARTS,
     Architecture,
     AttentionShape,
     BlockShape,
@@ -40,8 +41,8 @@ LOGITS_COPIES, CHUNK_COPIES = 3.0, 1.0
 WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
 
 
-def architecture_of(facts: ModelFacts) -> Architecture:
-    """Describe a model by the dims of its parameters and the numbers that its config states."""
+def architecture_of(facts: ModelFacts, recomputed: Sequence[str] = ()) -> Architecture:
+    """Describe a model by its parameters and config; blocks are alike where the same modules are ``recomputed``."""
     dims = [dim for p in facts.parameters if len(p.shape) == 2 for dim in p.shape]
     # the width of the residual stream: as stated, else the commonest dim of the blocks' weights
     hidden = stated(facts.module, *WIDTH) or (max(set(dims), key=dims.count) if dims else 1)
@@ -52,12 +53,16 @@ def architecture_of(facts: ModelFacts) -> Architecture:
         core = AttentionShape(heads, stated(facts.module, *KEY_HEADS) or heads, size, values, window)
     stacks = {path: stack.experts for path, stack in find_stacks(facts.module).items()}
     kinds: dict[tuple, BlockShape] = {}
-    blocks = []
+    inside = (p.name for path in facts.blocks[:1] for p in facts.of_unit(path))
+    before = [p.name for p in facts.parameters].index(next(inside)) if facts.blocks else 0
+    blocks, flows = [], any(p.trainable for p in facts.parameters[:before])  # gradients flow into the first block
     for number, path in enumerate(facts.blocks):
         parameters, own = facts.of_unit(path), core
         if core is not None and len(windows) == len(facts.blocks) and windows[number] == "full_attention":
             own = replace(core, window=0)
-        key = own, *((p.name.removeprefix(path), p.shape) for p in parameters)
+        again = tuple(name.removeprefix(path) for name in recomputed if is_within(name, path))
+        key = own, flows, again, *((p.name.removeprefix(path), p.shape, p.trainable) for p in parameters)
+        flows = flows or any(p.trainable for p in parameters)
         if key not in kinds:
             kinds[key] = _block(facts, path, parameters, hidden, own, stacks)
         blocks.append(kinds[key])
@@ -156,8 +161,8 @@ def left_out(facts: ModelFacts, architecture: Architecture, techniques: Techniqu
         yield f"techniques.cpu_offload = {key}: the seconds leave out {moved} to and from host memory{rest}."
     if techniques.activation_checkpointing == "offload":
         yield "techniques.activation_checkpointing = offload: the seconds leave out transfers to and from host memory."
-    if (mode := techniques.activation_checkpointing) in WHOLE and mode not in ("full", "every_n"):
-        yield f"techniques.activation_checkpointing = {mode} is foreseen as full: it holds more, and is faster."
+    if (mode := techniques.activation_checkpointing) in PARTS:
+        yield f"techniques.activation_checkpointing = {mode}: the seconds are those of full, and it is faster."
     if techniques.optimizer == "muon":
         yield "optimizer.kind = muon: the seconds leave out the products that orthogonalise its updates."
     shapes, order = architecture.kinds
@@ -187,7 +192,7 @@ def execution_of(plan: Plan) -> Execution:
     reshards = [unit.reshard_after_forward for unit in plan.units if unit.name]
     keeps_gathered = blocks > 1 and not any(reshards)
     fully = data.technique == "fully_shard"
-    recompute = plan.activation_checkpointing
+    recompute, budget = plan.activation_checkpointing, plan.activation_memory_budget or 0.0
     schedule = plan.pipeline
     ends = [] if schedule is None else list(accumulate(len(stage.blocks) for stage in schedule.stages))
     return Execution(
@@ -206,11 +211,12 @@ def execution_of(plan: Plan) -> Execution:
         recompute="full" if recompute in WHOLE else "selective" if recompute == "selective" else "none",
         named="" if recompute in ("none", "selective", "full") else recompute,
         offloads=recompute == "offload",
-        recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1.0,
+        recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1 - budget,
         rests_on_host=data.cpu_offload is True,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
         logits_copies=LOGITS_COPIES,
         chunk_copies=CHUNK_COPIES,
+        keeps_gathered=plan.tensor is not None and (not plan.tensor.regather or "collectives" in plan.checkpoint_keep),
         hides_tensor=0.7 if plan.tensor is not None and plan.tensor.async_tensor_parallel else 0.0,
         sequence_parallel=plan.tensor is None or plan.tensor.sequence_parallel,
         stages_per_rank=1 if schedule is None else len(schedule.stages) // schedule.ranks,
@@ -267,11 +273,14 @@ def _for_each_element(plan: Plan, count: Callable[[Unit], int], *, blocks: bool 
     return sum(found for found, _ in counted) / elements if elements else 0.0
 
 
-def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: Job) -> Architecture:
+def with_saved(
+    architecture: Architecture, saved: Sequence[SavedByBlock], stated: Sequence[SavedByBlock], job: Job
+) -> Architecture:
     """Return an architecture whose blocks save as much as was measured.
 
     Args:
         saved: bytes of the first block of each kind in ``job``; empty: the architecture stays.
+        stated: the same with the recomputation that a request states; empty: blocks keep their input of it.
         job: the job of one rank in which they were measured, with nothing recomputed.
     """
     kinds, order = architecture.kinds
@@ -280,13 +289,14 @@ def with_saved(architecture: Architecture, saved: Sequence[SavedByBlock], job: J
     again = job.with_execution(recompute="selective")
     entering = job.tokens * architecture.hidden * job.execution.compute_bytes
     made: list[BlockShape] = []
-    for block, held in zip(kinds, saved, strict=True):
+    for number, (block, held) in enumerate(zip(kinds, saved, strict=True)):
         outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
         made.append(
             replace(
                 block,
                 eager=held.all / block_activations(block, job),
                 eager_recomputed=outside / block_activations(block, again),
+                kept=min(1.0, stated[number].kept / max(held.all, 1)) if stated else entering / max(held.all, entering),
             )
         )
     return replace(architecture, blocks=tuple(made[kind] for kind in order))

@@ -101,6 +101,7 @@ class BlockShape:
         other: elements of norms and biases.
         eager, eager_recomputed: bytes that the block's own code saves without fusion, measured, over those of
             arithmetic: with nothing recomputed, and with attention recomputed.
+        kept: fraction of them that stays where parts of blocks are computed again that a request states.
     """
 
     hidden: int
@@ -113,6 +114,7 @@ class BlockShape:
     dropout: bool = False
     eager: float = 1.0
     eager_recomputed: float = 1.0
+    kept: float = 0.0
 
     @cached_property
     def elements(self) -> int:
@@ -273,6 +275,10 @@ class MixtureRun:
     stashes: bool = False
 
 
+PARTS = ("modules", "selective_op")
+"""Modes that compute parts of blocks again, which a request states."""
+
+
 @dataclass(frozen=True)
 class Execution:
     """Facts about a training system that decide a step's time and memory; the defaults are this library's.
@@ -310,6 +316,7 @@ class Execution:
             how many more there are of a chunk's.
         hides_gradients: whether gradients are reduced behind the last microbatch's backward.
         hides_gathers: whether parameters are gathered behind the block before.
+        keeps_gathered: whether what the tensor axis gathered stays for the backward.
         tensor_passes: gathers and reductions of a block's forward over the tensor axis.
         hides_tensor: fraction of the tensor axis' messages that runs behind products.
         graphs: parts whose kernels a CUDA graph launches: none, attention and router (partial), all (full).
@@ -365,6 +372,7 @@ class Execution:
     chunk_copies: float = 0.0
     hides_gradients: bool = True
     hides_gathers: bool = True
+    keeps_gathered: bool = False
     tensor_passes: int = 4
     hides_tensor: float = 0.0
     graphs: Literal["none", "partial", "full"] = "none"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.errors import ConfigError
 from meshwright.planning.memory import beside_buckets
-from meshwright.simulation.job import BlockShape, Job
+from meshwright.simulation.job import PARTS, BlockShape, Job
 from meshwright.simulation.pipeline import Held, held_on, pipeline_seconds
 from meshwright.simulation.products import CAST
 from meshwright.simulation.step_time import (
@@ -38,9 +38,10 @@ class StepMemory:
         parameters: at rest: the rank's master shard, and a whole copy where the system has one.
         gradients: those that accumulate.
         optimizer: state of the optimizer.
-        activations: saved between forward and backward, of all microbatches in flight, with the block being computed.
+        activations: saved between forward and backward, of all microbatches in flight, with the block being computed
+            and its gradients.
         logits: of the last stage, for all microbatches whose backward is to come.
-        gathered: parameters and gradients of blocks that are whole for a while, and buffers of their messages.
+        gathered: parameters of blocks that are whole for a while.
         context: the driver, libraries and messages.
         fragmented: reserved by the allocator and not used.
         rank: the pipeline rank.
@@ -107,6 +108,7 @@ class SavedBytes:
     Attributes:
         kinds: for each distinct block, without recomputation of it all.
         kept: between forward and backward.
+        again: what each distinct block's backward computes again, or has back from host memory.
         deferred: between the gradients of a block's input and of its weights, where these are put off.
     """
 
@@ -114,12 +116,21 @@ class SavedBytes:
         run, model = job.execution, job.architecture
         blocks = model.kinds[0]
         self.wide = job.tokens * model.hidden * run.compute_bytes
-        self.kinds = [block_activations(block, job) for block in blocks]
+        gathered = 2 * self.wide * (1 - 1 / job.layout.tp) * (run.keeps_gathered and run.sequence_parallel)
+        self.kinds = [block_activations(block, job) + gathered for block in blocks]
         if run.recompute == "full":
             entering = self.wide / (job.layout.tp if run.sequence_parallel else 1)
-            kept = [run.recomputed * entering + (1 - run.recomputed) * size for size in self.kinds]
+            shares = [block.kept if run.named in PARTS else 0.0 for block in blocks]
+            least = [
+                size * share + gathered * (1 - share) if share else min(size, entering)
+                for share, size in zip(shares, self.kinds, strict=True)
+            ]
         else:
-            kept = self.kinds
+            least = self.kinds
+        kept = [run.recomputed * few + (1 - run.recomputed) * size for few, size in zip(least, self.kinds, strict=True)]
+        self.again = [size - few for few, size in zip(kept if run.fused else least, self.kinds, strict=True)]
+        if run.offloads:  # one block behind another
+            self.again = [2 * size for size in self.kinds]
         self.kept = model.sums(kept)
         self.deferred = model.sums([_deferred(block, job) for block in blocks])
         self._known: dict[tuple, tuple[float, ...]] = {}
@@ -131,7 +142,7 @@ class SavedBytes:
         if (key := (rank, layout.pp, run.stages_per_rank, run.schedule)) not in self._known:
             model, homes, part = job.architecture, job.rank_of, job.architecture.part(job.bounds_on(rank))
             ends = model.embedding_elements if homes[0] == rank else 0
-            if homes[-1] == rank and not (model.tied and homes[0] == rank):
+            if homes[-1] == rank and not (model.tied and layout.pp == 1):  # each stage has a weight of its own
                 ends += model.head_elements
             dense, experts = part.dense / layout.tp, part.experts / layout.ep
             largest = part.largest_dense / layout.tp + part.largest_experts / layout.ep * job.expert_shares[1]
@@ -141,12 +152,16 @@ class SavedBytes:
         return self._known[key]
 
     def most(self, job: Job, rank: int) -> tuple[float, ...]:
-        """Return what a rank holds at most of activations and logits together, and of the block that computes."""
+        """Return what a rank holds at most of activations and logits together, of a block's backward, and apart."""
         run = job.execution
-        key = rank, job.layout.pp, job.microbatches, run.stages_per_rank, run.schedule, run.loss_chunks
+        key = rank, job.layout, job.microbatches, run.stages_per_rank, run.schedule, run.loss_chunks
+        key += run.gathers_each, run.reduces_each
         if key not in self._known:
             saves = HeldBytes.of(job, rank, self)
-            self._known[key] = *max((saves.at(moment) for moment in held_on(job, rank)), key=sum), saves.working
+            held = max((saves.at(moment) for moment in held_on(job, rank)), key=sum)
+            # loss and blocks need it after each other, and an allocator has it for both, by published runs
+            apart = min(saves.logits, saves.backward) * saves.measured
+            self._known[key] = *held, saves.working + saves.backward, apart
         return self._known[key]
 
 
@@ -164,7 +179,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     """Forecast the bytes of one pipeline rank at its peak."""
     run, layout, model = job.execution, job.layout, job.architecture
     dense, experts, *whole = saved.elements(job, rank)
-    activations, logits, working = saved.most(job, rank)
+    activations, logits, working, apart = saved.most(job, rank)
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_shares[0]
     trained, weight = run.trained, run.weight_bytes or run.compute_bytes
@@ -173,6 +188,9 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         gradients = owned * run.gradient_bytes * trained
         if job.microbatches > 1 and not run.reduces_each:
             gradients = elements * run.gradient_bytes * trained
+            splits = job.schedule == "zbv_zero_bubble" and layout.pp > 1 and run.recompute != "full"
+            if splits and run.compute_bytes != run.gradient_bytes:
+                gradients += elements * run.compute_bytes * trained  # new ones, before they are added in fp32
     else:
         parameters = elements * (run.copy_bytes or run.master_bytes) if trained == 1.0 else elements * weight
         parameters += owned * run.master_bytes * (trained if run.copy_bytes else 0)
@@ -190,7 +208,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
     fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
     held = parameters, gradients, state, activations, logits, gathered
-    return StepMemory(*held, fixed, sum(held) * run.reserved if context else 0.0, rank)
+    return StepMemory(*held, fixed, sum(held) * run.reserved + apart if context else 0.0, rank)
 
 
 @dataclass(frozen=True)
@@ -201,31 +219,45 @@ class HeldBytes:
         kept, deferred: for each of its stages, of one microbatch between forward and backward, and between the
             gradients of inputs and of weights.
         working: of the block that computes.
+        backward: beside that in a backward: what it computes again, and its gradients.
         logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come.
+        measured: whether its own code says what blocks save; else loss and blocks count together.
     """
 
     kept: tuple[float, ...]
     deferred: tuple[float, ...]
     working: float
+    backward: float
     logits: float
     softmax: float
+    measured: bool
 
     @classmethod
     def of(cls, job: Job, rank: int, saved: SavedBytes) -> HeldBytes:
         run, model, bounds = job.execution, job.architecture, job.bounds_on(rank)
-        working = 2 * saved.wide
-        if run.recompute == "full":
-            held = zip(saved.kinds, model.part(bounds).counts, strict=True)
-            working += max((size for size, count in held if count), default=0.0)
+        backward, reduces = 0.0, job.microbatches == 1 or run.reduces_each
+        for block, again, count in zip(model.kinds[0], saved.again, model.part(bounds).counts, strict=True):
+            gates, rows = 2 if block.gated else 1, job.expert_copies(block) * run.imbalance if block.experts else 0.0
+            inside = rows * (gates * block.experts.width + 2 * block.hidden) if block.experts else 0.0
+            passed = max(gates * block.width * job.tokens / job.layout.tp, inside) * run.compute_bytes
+            backward = max(backward, (again + passed) * (count > 0))
+        if run.zero == 3 and (reduces or run.gathers_each):  # gradients, whole and as they are reduced
+            head = model.head_elements / job.layout.tp * (reduces and job.rank_of[-1] == rank)
+            # a unit of its own is reduced behind the last block; chunks add up in the dtype of the reduction
+            new = run.compute_bytes if run.gathers_ends and run.loss_chunks == 1 else run.reduce_bytes
+            largest = saved.elements(job, rank)[3] * (run.compute_bytes + reduces * run.reduce_bytes)
+            backward += run.trained * (largest + head * new)
         buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
         return cls(
             tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + buffers for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
-            working,
+            2 * saved.wide,
+            backward,
             (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
             logits if run.loss_chunks == 1 else 0.0,
+            all(block.kept for block in model.kinds[0]),
         )
 
     def at(self, held: Held, *, computes: bool = True) -> tuple[float, float]:
@@ -233,21 +265,23 @@ class HeldBytes:
         activations = self.working if computes else 0.0
         activations += sum(number * size for number, size in zip(held.whole, self.kept, strict=True))
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
-        waiting = held.whole[-1]
-        return activations, self.logits + (waiting - 1) * self.softmax if waiting else 0.0
+        waiting = max(0, held.whole[-1] - 1) * self.softmax
+        at_loss = activations, (self.logits + waiting) * (held.whole[-1] > 0)
+        if not (computes and self.measured):
+            return activations + self.backward * computes, at_loss[1]
+        return max((activations + self.backward, waiting), at_loss, key=sum)
 
 
 def _gathered(job: Job, blocks: float, largest: float, outside: float) -> float:
-    """Return the bytes of whole parameters and gradients beside those at rest, by a rank's elements."""
+    """Return the bytes of whole parameters beside those at rest, by a rank's elements."""
     run = job.execution
     if run.zero < 3:
         return 0.0
     kept = outside / job.layout.tp * run.compute_bytes
-    gradients = largest * run.trained * (run.compute_bytes + run.reduce_bytes)  # whole, and as they are reduced
     if not run.gathers_each:  # everything stays gathered from its first forward on
-        return kept + blocks * run.gathered_element + gradients * run.reduces_each
+        return kept + blocks * run.gathered_element
     kept += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
-    return kept + 2 * largest * run.gathered_element + gradients  # the block that computes, and the one behind it
+    return kept + 2 * largest * run.gathered_element  # the block that computes, and the one behind it
 
 
 def block_activations(block: BlockShape, job: Job) -> float:

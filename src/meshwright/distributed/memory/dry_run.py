@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, DataParallel
 
 from .account import MemoryAccount, dims_of_logits
-from .live import addresses, storage_of, stored, tensors_in
+from .live import LiveStorages, addresses, storage_of, stored, tensors_in
 
 if TYPE_CHECKING:
     from meshwright.core.torch_private import FakeTensorMode
@@ -461,10 +462,12 @@ class SavedByBlock:
     Attributes:
         all: of tensors that no earlier block saved, parameters left out.
         in_attention: those among them that its attention saves.
+        kept: those that stay between forward and backward, by the plan's recomputation.
     """
 
     all: int
     in_attention: int
+    kept: int = 0
 
 
 def saved_by_blocks(
@@ -476,7 +479,7 @@ def saved_by_blocks(
 
     Args:
         facts: facts of the model before a plan is applied.
-        plan: a plan of one rank that recomputes and compiles nothing.
+        plan: a plan of one rank that compiles nothing.
         blocks: paths of those that are measured; empty: all.
     """
     blocks = blocks or facts.blocks
@@ -486,11 +489,11 @@ def saved_by_blocks(
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
         with seeded(0), untouched(facts.module), dry.model_of(0) as model:
             step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
-            with suppress(SeenEnough), seen.watch(facts, set(blocks)):
+            with suppress(SeenEnough), seen.live, seen.watch(facts, set(blocks)):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
-    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block]) for block in blocks)
+    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block], seen.kept[block]) for block in blocks)
 
 
 class _BlockSaves:
@@ -500,9 +503,11 @@ class _BlockSaves:
         self.model = model
         self.bytes: Counter[str] = Counter()
         self.in_attention: Counter[str] = Counter()
+        self.live, self.kept = LiveStorages(), Counter[str]()
         self._block, self._attends = "", 0
         self._parameters: set[int] = set()
-        self._known: dict[int, torch.UntypedStorage] = {}  # saved, by address; held, since a freed one's comes again
+        self._known: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()  # saved, by address
+        self._saved: list[tuple[ref[torch.UntypedStorage], bool]] = []
 
     @contextmanager
     def watch(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
@@ -510,7 +515,12 @@ class _BlockSaves:
 
         def leave(*_: Any) -> None:
             wanted.discard(self._block)
-            self._block = ""
+            self.kept[self._block] += self.live.bytes()
+            for one, attends in self._saved:  # what a detached result was computed from is gone
+                size = 0 if (storage := one()) is None else storage.nbytes()
+                self.bytes[self._block] += size
+                self.in_attention[self._block] += size * attends
+            self._block, self._saved = "", []
             if not wanted:
                 raise SeenEnough
 
@@ -527,13 +537,12 @@ class _BlockSaves:
 
     def _enter(self, path: str, module: nn.Module, *_: Any) -> None:
         self._block, self._parameters = path, addresses(module.parameters())
+        self.kept[path] -= self.live.bytes()
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = storage_of(tensor)
         key = id(storage)
         if self._block and key not in self._parameters and key not in self._known:
             self._known[key] = storage
-            self.bytes[self._block] += storage.nbytes()
-            if self._attends:
-                self.in_attention[self._block] += storage.nbytes()
+            self._saved.append((ref(storage), self._attends > 0))
         return tensor
