@@ -151,6 +151,13 @@ def test_a_layout_that_does_not_fit_is_no_choice():
         (lambda: ask(pins=("tp<8>",)), "pin 'tp<8>'"),
         (lambda: ask(layout=Layout(tp=2), pins=("tp=2",)), "the request states one .*such as tp=2"),
         (lambda: ask(layout=Layout(tp=2), cluster=Cluster(7, gpu="h100")), "tp = 2 .* counts that work: 4 or 8 GPUs"),
+        (
+            lambda: ask(layout=Layout(tp=64)),
+            "tp = 64 does not divide the world size 8. No count from 2 to 32 GPUs works",
+        ),
+        (lambda: ask(layout=Layout(dp_shard=3)), "dp_shard = 3 is not|does not divide the world size 8. No count"),
+        (lambda: ask(layout=Layout(tp=-2)), "layout.tp = -2: .*, or -1 for what is left.$"),
+        (lambda: ask(cluster=Cluster(10_000_000, gpu="h100")), "up to 1,048,576 GPUs, and the cluster has 10,000,000"),
         (lambda: ask(techniques={"optimiser": "sgd"}), "Did you mean"),
         (lambda: build_plan(MODEL, Layout(), batch=BATCH, cluster=H100), "call meshwright.plan or meshwright.foresee"),
         (lambda: meshwright.plan(MODEL, Layout(), cluster=H100), "give batch=Batch"),
@@ -214,7 +221,8 @@ def test_what_a_request_states_is_kept_by_every_candidate(rows, stated):
     for one in (*answer.candidates, *answer.front):
         found = {**one.figures, "activation_checkpointing": one.figures["recompute"]}
         found["pipeline_schedule"] = found["schedule"]
-        assert {key: found[key] for key in stated} == stated and rows in (0, found["microbatch"])
+        own = 16 // (one.layout.dp_replicate * one.layout.dp_shard)
+        assert {key: found[key] for key in stated} == stated and min(rows, own) in (0, found["microbatch"])
         assert {key: getattr(one.techniques, key) for key in stated} == stated
     assert len(answer.kept) == len(stated) + (rows > 0)
     assert all(one.step_s < answer.candidates[0].step_s for one in answer.freed)
@@ -279,7 +287,13 @@ def test_a_run_is_priced_by_its_tokens(capsys):
     assert of_steps["tokens"] == 1000 * 16 * 128
     assert main([*asked[:-1], "--tokens=1T", "--price=2.5"]) == 0
     assert " at 2.5 for a GPU hour" in capsys.readouterr().out
-    for wrong in ("many", "0", "-1", "2.5X"):
+    for million in ("1e+6", "1_000_000", "1000K"):
+        assert main([*asked, f"--tokens={million}", "--price=1e308"]) == 0
+        run = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["run"]
+        assert run["tokens"] == 1e6
+    assert main([*asked, "--tokens=1e30", "--price=1e308"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["run"]["cost"] is None
+    for wrong in ("many", "0", "-1", "2.5X", "1__0"):
         assert main([*asked, f"--tokens={wrong}"]) and "300M, 2.5B, 15T or 1.5e13" in capsys.readouterr().err
 
 
@@ -318,7 +332,12 @@ def test_a_legal_layout_is_found_where_rules_refuse_all_of_the_fastest():
     assert len({one.candidate.key for one in answer.candidates}) == len(answer.candidates)
 
 
-def test_a_stated_microbatch_that_fills_no_layout_is_named_with_what_fits_without():
-    with pytest.raises(ConfigError, match=r"batch of 16 rows and microbatch=17\. Without microbatch=17 this fits: "):
-        foresee(MODEL, batch=Batch(16, 64, 17), cluster=H100)
-    assert foresee(MODEL, batch=Batch(16, 64, 7), cluster=H100).candidates[0].figures["microbatch"] == 7
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=8), Layout(dp_shard=4, tp=2)])
+def test_a_microbatch_beyond_a_ranks_rows_is_all_of_them(layout):
+    for one in foresee(MODEL, layout, batch=Batch(16, 64, 17), cluster=H100).candidates:
+        assert one.microbatch == 16 // (one.layout.dp_replicate * one.layout.dp_shard)
+
+
+def test_a_microbatch_that_does_not_divide_the_rows_is_kept():
+    few = foresee(MODEL, batch=Batch(16, 64, 7), cluster=H100, pins=["dp_shard<=2", "dp_replicate=1"])
+    assert {one.microbatch for one in (*few.candidates, *few.front)} == {7}

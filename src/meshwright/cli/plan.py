@@ -115,7 +115,7 @@ def is_asked(options: PlanOptions) -> bool:
 
 def forecast(config: Config, options: PlanOptions) -> int:
     """Print what is foreseen of a config on a cluster of GPUs."""
-    written = re.fullmatch(r"(\d+\.?\d*(?:e\d\d?)?)([KMBT]?)", options.tokens, re.IGNORECASE)
+    written = re.fullmatch(r"(\d+(?:_\d+)*\.?\d*(?:e\+?\d\d?)?)([KMBT]?)", options.tokens, re.IGNORECASE)
     wanted = float(written[1]) * UNITS[written[2].upper()] if written else 0.0
     if options.tokens and not wanted:
         raise ConfigError(f"--tokens={options.tokens}: a number of tokens is written as 300M, 2.5B, 15T or 1.5e13")
@@ -159,7 +159,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
         days = hours / cluster.world / 24
         words = f"{_in_words(tokens)} tokens{of_steps}: {_figure(hours, 1)} GPU hours, {_figure(days, 2)} days"
         if options.price is not None:
-            values["run"]["cost"] = options.price * hours
+            values["run"]["cost"] = options.price * hours if math.isfinite(options.price * hours) else None
             words += f", {_figure(options.price * hours, 2)} at {options.price:g} for a GPU hour"
         paragraphs.append(words)
     if options.dry_run:

@@ -112,7 +112,7 @@ class Layout:
         for axis in (*WORLD_AXES, Axis.EP):
             if self.size(axis) < 1 and self.size(axis) != -1:
                 raise ConfigError(
-                    f"layout.{axis} = {self.size(axis)}: a mesh axis has size 1 or more, or -1 for what is left"
+                    f"layout.{axis} = {self.size(axis)}: a mesh axis has size 1 or more, or -1 for what is left."
                 )
         if self.ep == -1:
             raise ConfigError(

@@ -49,6 +49,7 @@ AXES = (
 """What is pinned of axes where rules refuse all of the fastest layouts: none, or one that a setting is about."""
 BEYOND = 500
 """Candidates that rules are asked about before no layout is called legal."""
+MOST_GPUS = 1 << 20
 FASTER = 0.98
 """Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
@@ -281,9 +282,9 @@ class _Question:
         try:
             plan = stated(world)
         except ConfigError as error:
-            if self.layout.is_resolved or fills(self.layout, world, rows):
+            if fills(self.layout, world, rows) or any(size < 1 and size != -1 for size in vars(self.layout).values()):
                 raise
-            raise ConfigError(f"{error} {words(world, works)}") from None
+            raise ConfigError(f"{str(error).partition('. Start ')[0].rstrip('.')}. {words(world, works)}") from None
         job = self._job(plan)
         time = rehearsed_time(job, rehearsed) if rehearsed else step_time(job)
         memory = rehearsed_memory(job, rehearsed) if rehearsed else step_memory(job)
@@ -297,7 +298,8 @@ class _Question:
         return Foresight(judged if judged.fits else None, (judged,), (judged,), (), 1, searched=False, notes=notes)
 
     def _searched(self, progress: Progress | None) -> Foresight:
-        world = self.cluster.world
+        if (world := self.cluster.world) > MOST_GPUS:
+            raise ConfigError(f"layouts are searched for up to {MOST_GPUS:,} GPUs, and the cluster has {world:,}")
         legal = cache(partial(self._legal, world))  # most of the front are among the fastest
         job, kept = self._searchable(self.techniques), _kept(self.techniques, self.batch, self.pins)
         pins = (*self.pins, *kept, *self._implied(self.techniques))

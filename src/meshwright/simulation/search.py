@@ -150,12 +150,15 @@ def meshes(base: Job, pins: tuple[Pin, ...], *, usual: bool = True) -> Iterator[
 
 
 def microbatches(base: Job, mesh: Mesh, pins: tuple[Pin, ...]) -> list[int]:
-    """List the legal sequences of a forward on one rank, fewest first; many tokens only where a pin states them."""
+    """List the legal sequences of a forward on one rank, fewest first; many tokens only where a pin states them.
+
+    More than a rank's rows are all of them, as in training.
+    """
     rows, stated = base.rows // mesh.data, {int(p.value) for p in pins if (p.key, p.comparison) == ("microbatch", "=")}
     most = max(MICROBATCH_TOKENS * mesh.cp // base.seq_len, base.together)
     sizes = stated or {n for n in divisors(rows) if n <= most}  # the last microbatch may be smaller than stated
-    whole = (n for n in sizes if n <= rows and not (n % base.together or rows % base.together))
-    return sorted(n for n in whole if hold(pins, microbatch=n))
+    whole = (n for n in sizes if not (n % base.together or rows % base.together))
+    return sorted({min(n, rows) for n in whole if hold(pins, microbatch=n)})
 
 
 def recomputations(base: Job, pins: tuple[Pin, ...]) -> list[Execution]:
