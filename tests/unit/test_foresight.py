@@ -434,7 +434,7 @@ def test_counts_that_rules_refuse_are_passed_over():
     assert words(33, works).startswith(("Nearest counts that work: 16 or ", "Nearest count that works: 16 GPU"))
 
 
-@pytest.mark.first("flags5-Start 8 processes")
+@pytest.mark.first("flags5-tp = 8 is not the world size 24. Nearest count that works: 8 GPUs")
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -444,9 +444,15 @@ def test_counts_that_rules_refuse_are_passed_over():
         ),
         (["--gpus", "5", "--pin", "tp=8"], r"Nearest count that works: 8 GPUs \(none below, down to 2, does\)"),
         (["--gpus", "3", "--pin", "tp=3"], "No count from 1 to 12 GPUs works"),
-        (["--gpus", "24", "--layout.tp=8", "--layout.pp=2"], "such as 16 or 32, .* that work: 16 or 32 GPUs"),
+        (
+            ["--gpus", "24", "--layout.tp=8", "--layout.pp=2"],
+            "= 16 does not divide .* 24. Nearest counts that work: 16 or 32 GPUs",
+        ),
         (["--gpus", "48", "--layout.tp=8", "--layout.pp=2"], "over 3 data ranks .* that work: 32 or 64 GPUs"),
-        (["--gpus", "24", "--layout.tp=8", "--layout.dp_shard=1"], "Start 8 processes"),
+        (
+            ["--gpus", "24", "--layout.tp=8", "--layout.dp_shard=1"],
+            "tp = 8 is not the world size 24. Nearest count that works: 8 GPUs",
+        ),
     ],
 )
 def test_gpus_that_no_layout_fills_are_refused_with_the_nearest_that_one_does(tmp_path, capsys, flags, says):

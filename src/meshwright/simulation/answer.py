@@ -26,6 +26,7 @@ from meshwright.simulation.search import (
     meshes,
     microbatches,
     recomputations,
+    reductions,
     stages_per_rank,
 )
 from meshwright.simulation.step_memory import least_memory, step_memory
@@ -301,7 +302,7 @@ def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
             if hold(pins, dp_shard=layout.dp_shard, dp_replicate=layout.dp_replicate)
         ]
         sizes = microbatches(base, mesh, pins)
-        for rows in dict.fromkeys((*sizes[:1], *sizes[-1:])):  # one microbatch alone accumulates no whole gradients
+        for rows in dict.fromkeys((*sizes[:1], *sizes[-1:])):  # one microbatch alone accumulates nothing
             for run in recomputations(base, pins)[-1:]:
                 for per_rank in stages_per_rank(base, mesh, rows, pins):
                     for reshard, chunks in product((True, False), reversed(chunkings(pins))):
@@ -309,7 +310,9 @@ def _smallest(base: Job, pins: tuple[Pin, ...]) -> Iterator[Job]:
                         legal = shards and (reshard or shards[0].dp_shard * mesh.cp > 1)
                         if legal and hold(pins, reshard=str(reshard).lower()):
                             run = replace(run, stages_per_rank=per_rank, gathers_each=reshard, loss_chunks=chunks)
-                            yield replace(base, layout=shards[0], microbatch=rows, execution=run)
+                            made = replace(base, layout=shards[0], microbatch=rows, execution=run)
+                            for each in reversed(reductions(made, made.schedule, pins)):
+                                yield made.with_execution(reduces_each=each)
 
 
 def fills(layout: Layout, count: int, rows: int) -> bool:

@@ -50,6 +50,7 @@ AXES = (
 BEYOND = 500
 """Candidates that rules are asked about before no layout is called legal."""
 MOST_GPUS = 1 << 20
+"""GPUs for which layouts are searched."""
 FASTER = 0.98
 """Fraction of the time of the layout as stated below which another one is worth a line."""
 OPEN = Layout()
