@@ -88,7 +88,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "data": (16, 6635, 41),
     "distributed": (88, 21335, 103),
     "integrations": (9, 1740, 12),
-    "introspection": (37, 10309, 48),
+    "introspection": (37, 10310, 48),
     "models": (4, 716, 5),
     "observation": (20, 4556, 53),
     "planning": (34, 8602, 42),

@@ -99,7 +99,8 @@ def _without_cache(make: Callable[[Any], nn.Module], config: Any, cannot: str) -
     try:
         return make(config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
-        raise ConfigError(f"{cannot}: {error}") from error
+        said, _, _ = str(error).partition("\nModel type should be one of")  # all classes that transformers has
+        raise ConfigError(f"{cannot}: {said}") from error
 
 
 def takes_images(config: Any, causal: Any, of_images: Any) -> bool:
