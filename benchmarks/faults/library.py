@@ -265,8 +265,8 @@ EXPERTS = [
     Fault(
         "gradients on their way back from experts are halved",
         "distributed/experts.py",
-        "journey.begin(grad_outputs[0], journey.receives, journey.sends)",
-        "journey.begin(grad_outputs[0] * 0.5, journey.receives, journey.sends)",
+        "journey.begin(gradient, receives, sends)",
+        "journey.begin(gradient * 0.5, receives, sends)",
         ROUTED,
         EP,
         rf"layers\.\d\.feed_forward_norm's output \(backward\)|{GRADIENT}layers\.\d\.feed_forward\.experts",

@@ -294,7 +294,8 @@ def with_saved(
         made.append(
             replace(
                 block,
-                eager=held.all / block_activations(block, job),
+                pairs=held.pairs / job.seq_len**2,
+                eager=(held.all - held.pairs) / block_activations(block, job),
                 eager_recomputed=outside / block_activations(block, again),
                 kept=min(1.0, stated[number].kept / max(held.all, 1)) if stated else entering / max(held.all, entering),
             )

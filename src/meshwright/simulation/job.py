@@ -101,7 +101,9 @@ class BlockShape:
         other: elements of norms and biases.
         eager, eager_recomputed: bytes that the block's own code saves without fusion, measured, over those of
             arithmetic: with nothing recomputed, and with attention recomputed.
-        kept: fraction of them that stays where parts of blocks are computed again that a request states.
+        pairs: bytes for each pair of a row's tokens that it saves beside them, measured: of masks, which ``tp`` does
+            not cut.
+        kept: fraction of all that stays where parts of blocks are computed again that a request states.
     """
 
     hidden: int
@@ -114,6 +116,7 @@ class BlockShape:
     dropout: bool = False
     eager: float = 1.0
     eager_recomputed: float = 1.0
+    pairs: float = 0.0
     kept: float = 0.0
 
     @cached_property

@@ -317,7 +317,9 @@ def block_activations(block: BlockShape, job: Job) -> float:
         saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (gates * b + cheap * entering) / 2
     if run.fused:
         return saved
-    return saved * (block.eager_recomputed if run.recompute == "selective" else block.eager)
+    if run.recompute == "selective":
+        return saved * block.eager_recomputed
+    return saved * block.eager + block.pairs * job.microbatch * job.seq_len**2 / layout.cp
 
 
 def _deferred(block: BlockShape, job: Job) -> float:

@@ -463,11 +463,13 @@ class SavedByBlock:
         all: of tensors that no earlier block saved, parameters left out.
         in_attention: those among them that its attention saves.
         kept: those that stay between forward and backward, by the plan's recomputation.
+        pairs: those among all that have a number for each pair of a row's tokens, such as masks.
     """
 
     all: int
     in_attention: int
     kept: int = 0
+    pairs: int = 0
 
 
 def saved_by_blocks(
@@ -488,26 +490,25 @@ def saved_by_blocks(
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
         with seeded(0), untouched(facts.module), dry.model_of(0) as model:
-            step, seen = dry.step(model, 1), _BlockSaves(model.parts[0])
+            step, seen = dry.step(model, 1), _BlockSaves(model.parts[0], batch.seq_len)
             with suppress(SeenEnough), seen.live, seen.watch(facts, set(blocks)):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
-    return tuple(SavedByBlock(seen.bytes[block], seen.in_attention[block], seen.kept[block]) for block in blocks)
+    counts = seen.bytes, seen.in_attention, seen.kept, seen.pairs
+    return tuple(SavedByBlock(*(count[block] for count in counts)) for block in blocks)
 
 
 class _BlockSaves:
     """Counts saved bytes by the block that computes."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.bytes: Counter[str] = Counter()
-        self.in_attention: Counter[str] = Counter()
-        self.live, self.kept = LiveStorages(), Counter[str]()
+    def __init__(self, model: nn.Module, seq_len: int):
+        self.model, self.seq_len, self.live = model, seq_len, LiveStorages()
+        self.bytes, self.in_attention, self.kept, self.pairs = (Counter[str]() for _ in range(4))
         self._block, self._attends = "", 0
         self._parameters: set[int] = set()
         self._known: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()  # saved, by address
-        self._saved: list[tuple[ref[torch.UntypedStorage], bool]] = []
+        self._saved: list[tuple[ref[torch.UntypedStorage], bool, bool]] = []
 
     @contextmanager
     def watch(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
@@ -516,10 +517,11 @@ class _BlockSaves:
         def leave(*_: Any) -> None:
             wanted.discard(self._block)
             self.kept[self._block] += self.live.bytes()
-            for one, attends in self._saved:  # what a detached result was computed from is gone
+            for one, attends, has_pairs in self._saved:  # what a detached result was computed from is gone
                 size = 0 if (storage := one()) is None else storage.nbytes()
                 self.bytes[self._block] += size
                 self.in_attention[self._block] += size * attends
+                self.pairs[self._block] += size * has_pairs
             self._block, self._saved = "", []
             if not wanted:
                 raise SeenEnough
@@ -544,5 +546,6 @@ class _BlockSaves:
         key = id(storage)
         if self._block and key not in self._parameters and key not in self._known:
             self._known[key] = storage
-            self._saved.append((ref(storage), self._attends > 0))
+            has_pairs = tensor.dim() > 3 and tensor.shape[-2:] == (self.seq_len, self.seq_len)
+            self._saved.append((ref(storage), self._attends > 0, has_pairs))
         return tensor
