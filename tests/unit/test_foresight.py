@@ -445,7 +445,7 @@ def test_counts_that_rules_refuse_are_passed_over():
         (["--gpus", "5", "--pin", "tp=8"], r"Nearest count that works: 8 GPUs \(none below, down to 2, does\)"),
         (["--gpus", "3", "--pin", "tp=3"], "No count from 1 to 12 GPUs works"),
         (
-            ["--gpus", "24", "--layout.tp=8", "--layout.pp=2"],
+            ["--gpus", "24", "--layout.tp=8", "--layout.pp=2", "--batch.microbatch=1"],
             "= 16 does not divide .* 24. Nearest counts that work: 16 or 32 GPUs",
         ),
         (["--gpus", "48", "--layout.tp=8", "--layout.pp=2"], "over 3 data ranks .* that work: 32 or 64 GPUs"),

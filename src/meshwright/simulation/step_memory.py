@@ -188,8 +188,8 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         gradients = owned * run.gradient_bytes * trained
         if job.microbatches > 1 and not run.reduces_each:
             gradients = elements * run.gradient_bytes * trained
-            splits = job.schedule == "zbv_zero_bubble" and layout.pp > 1 and run.recompute != "full"
-            if splits and run.compute_bytes != run.gradient_bytes:
+            casts = run.compute_bytes != run.gradient_bytes and run.recompute != "full"
+            if casts and any(any(held.deferred) for held in held_on(job, rank)):
                 gradients += elements * run.compute_bytes * trained  # new ones, before they are added in fp32
     else:
         parameters = elements * (run.copy_bytes or run.master_bytes) if trained == 1.0 else elements * weight
