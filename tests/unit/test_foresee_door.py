@@ -157,7 +157,10 @@ def test_a_layout_that_does_not_fit_is_no_choice():
         ),
         (lambda: ask(layout=Layout(dp_shard=3)), "dp_shard = 3 does not divide the world size 8. No count"),
         (lambda: ask(layout=Layout(tp=-2)), "layout.tp = -2: .*, or -1 for what is left.$"),
-        (lambda: ask(cluster=Cluster(10_000_000, gpu="h100")), "up to 1,048,576 GPUs, and the cluster has 10,000,000"),
+        (
+            lambda: ask(cluster=Cluster(10_000_000, gpu="h100")),
+            "up to 1,048,576 GPUs, and the cluster has 10,000,000: state",
+        ),
         (lambda: ask(techniques={"optimiser": "sgd"}), "Did you mean"),
         (lambda: build_plan(MODEL, Layout(), batch=BATCH, cluster=H100), "call meshwright.plan or meshwright.foresee"),
         (lambda: meshwright.plan(MODEL, Layout(), cluster=H100), "give batch=Batch"),

@@ -300,7 +300,10 @@ class _Question:
 
     def _searched(self, progress: Progress | None) -> Foresight:
         if (world := self.cluster.world) > MOST_GPUS:
-            raise ConfigError(f"layouts are searched for up to {MOST_GPUS:,} GPUs, and the cluster has {world:,}")
+            raise ConfigError(
+                f"layouts are searched for up to {MOST_GPUS:,} GPUs, and the cluster has {world:,}: state a layout; one"
+                f" is judged for any number"
+            )
         legal = cache(partial(self._legal, world))  # most of the front are among the fastest
         job, kept = self._searchable(self.techniques), _kept(self.techniques, self.batch, self.pins)
         pins = (*self.pins, *kept, *self._implied(self.techniques))

@@ -54,7 +54,8 @@ def architecture_of(facts: ModelFacts, recomputed: Sequence[str] = ()) -> Archit
     stacks = {path: stack.experts for path, stack in find_stacks(facts.module).items()}
     kinds: dict[tuple, BlockShape] = {}
     inside = (p.name for path in facts.blocks[:1] for p in facts.of_unit(path))
-    before = [p.name for p in facts.parameters].index(next(inside)) if facts.blocks else 0
+    first = next(inside, None)
+    before = 0 if first is None else [p.name for p in facts.parameters].index(first)
     blocks, flows = [], any(p.trainable for p in facts.parameters[:before])  # gradients flow into the first block
     for number, path in enumerate(facts.blocks):
         parameters, own = facts.of_unit(path), core

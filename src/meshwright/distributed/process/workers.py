@@ -238,7 +238,7 @@ def _distance(problem: WorkerDied | WorkerFailed) -> int:
 def _serve(pipe: Connection, rank: int, threads: int, folder: Path) -> None:
     """Serve jobs in a worker: wait for one, run it, report; end when the parent is gone.
 
-    SIGQUIT writes its stacks, and so does an error of the machine's.
+    SIGQUIT and signals of fatal errors, such as SIGSEGV, write its stacks.
     """
     import torch
 

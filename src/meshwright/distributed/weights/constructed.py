@@ -345,18 +345,14 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
         alone = set[int]()
-        if part.only is not None:  # of all adapters of the model, also those that this rank has not, and before casts
-            alone, base = (
-                {
-                    storage
-                    for step, _ in recording.needed(
-                        {v.storage for n, v in recording.tensors.items() if is_adapter(n) == own}
-                    )
-                    for storage in step.writes | step.creates
-                }
-                for own in (True, False)
+        if part.only is not None:  # all of the model's adapters, with what is drawn for them before it is cast
+            adapters = {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
+            base = {view.storage for name, view in recording.tensors.items() if not is_adapter(name)}
+            made, others = (
+                {storage for step, _ in recording.needed(of) for storage in step.writes | step.creates}
+                for of in (adapters, base)
             )
-            alone -= base
+            alone = made - others
         _in_stream(recording, storages, give, seed, alone)
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
