@@ -340,11 +340,11 @@ def one_row_of_the_last_rank_attends_everywhere():
     """On the last rank, the last row's documents are mixed."""
     mask = decoder.document_mask
 
-    def mixed(ids):
+    def mixed(ids, dtype):
         rank, _, world = get_world_info()
         ids = ids.clone()
         ids[-1] *= rank != world - 1
-        return mask(ids)
+        return mask(ids, dtype)
 
     return patch.object(decoder, "document_mask", mixed)
 

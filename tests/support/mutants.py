@@ -131,7 +131,7 @@ def synced_gradients_summed_again():
 def documents_mixed():
     """The mask of packed documents is dropped: plain causal attention."""
     mask = decoder.document_mask
-    return patch.object(decoder, "document_mask", lambda ids: mask(torch.zeros_like(ids)))
+    return patch.object(decoder, "document_mask", lambda ids, dtype: mask(torch.zeros_like(ids), dtype))
 
 
 def positions_dropped():

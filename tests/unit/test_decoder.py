@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.models.decoder import Decoder, document_mask, rotary_frequencies, rotary_tables, rotate
+from meshwright.models.decoder import AttentionCore, Decoder, document_mask, rotary_frequencies, rotary_tables, rotate
 from meshwright.models.decoder_config import SIZES, DecoderConfig, MoEConfig, RopeScaling, parameter_count
 
 SMALL = DecoderConfig(61, 24, 2, n_heads=6, n_kv_heads=2, hidden_dim=17, max_seq_len=32, qk_norm=True)
@@ -207,8 +208,9 @@ def test_packed_documents_equal_their_separate_forwards():
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
 @settings(max_examples=30, derandomize=True, database=None)
 def test_the_document_mask_is_its_definition(ids):
-    mask = document_mask(torch.tensor([ids]))[0, 0]
-    assert mask.tolist() == [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
+    mask = document_mask(torch.tensor([ids]), torch.float32)[0, 0]
+    seen = [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
+    assert mask.tolist() == [[0 if may else -math.inf for may in row] for row in seen]
 
 
 @pytest.mark.parametrize("with_documents", [False, True])
@@ -224,6 +226,32 @@ def test_the_future_is_not_seen(with_documents):
 
 
 # --- heads, dtypes, lengths
+
+
+def test_blocks_keep_one_mask_together():
+    model, ids, kept = decoder(), tokens(2, 10), set()
+
+    def save(tensor):
+        if tensor.shape[-2:] == (10, 10):
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        logits = model(ids, None, ids)
+    assert logits.requires_grad and len(kept) == 1 < len(model.layers)
+
+
+@pytest.mark.parametrize(("device", "masked", "heads"), [("cuda", True, 6), ("cuda", False, 2), ("cpu", True, 2)])
+def test_fused_kernels_of_cuda_are_given_a_mask_or_groups_but_not_both(device, masked, heads, monkeypatch):
+    given = []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: given.append((a, k)) or attend(*a, **k))
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, 10, 4, device=device) for n in (6, 2))
+        mask = torch.zeros(2, 1, 10, 10, device=device) if masked else None
+        assert AttentionCore()(q, k, k, mask).shape == q.shape
+    ((_, keys, values), switches) = given[0]
+    assert keys.shape[1] == values.shape[1] == heads and switches["enable_gqa"] == (heads == 2)
 
 
 def test_grouped_heads_equal_repeated_ones():

@@ -82,7 +82,9 @@ def test_bytes_are_those_of_a_real_forward():
         output = model(zeros, positions=zeros, document_ids=zeros)
     found = saved_by_blocks(facts, plan(facts, Layout(dp_shard=1), cluster=ONE), Batch(2, 32, 2, 64))
     assert output is not None
-    assert found[0].all == sum(storage.nbytes() for storage in held.values())
+    mask = 2 * 32 * 32 * 4
+    assert found[0].given == mask
+    assert found[0].all == sum(storage.nbytes() for storage in held.values()) - mask
     assert 0 < found[0].in_attention < found[0].all
 
 

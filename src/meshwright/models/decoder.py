@@ -45,7 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionCore(nn.Module):
-    """softmax(q kᵀ) v with a causal mask, or a given boolean one; a module of its own so that it can be replaced."""
+    """softmax(q kᵀ) v with a causal mask, or a given one; a module of its own so that it can be replaced."""
 
     mask_rule = "causal per document"
     """What a given mask allows, in rows of any length."""
@@ -56,9 +56,13 @@ class AttentionCore(nn.Module):
         Args:
             q: (rows, heads, seq, head).
             k, v: (rows, kv_heads, seq, head).
-            mask: (rows, 1, seq, seq), True where a token may attend; None: causal.
+            mask: (rows, 1, seq, seq), added to scores, or True where a token may attend; None: causal.
         """
         grouped = q.shape[1] != k.shape[1]
+        if grouped and mask is not None and q.is_cuda:
+            # before torch 2.14 no fused kernel is sure to take groups and a mask, and others hold all scores
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
@@ -141,7 +145,7 @@ class Decoder(nn.Module):
             positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
         x = self.embedding(tokens)
         cos, sin = rotary_tables(self.config, positions, x.dtype)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = None if document_ids is None else document_mask(document_ids, x.dtype)
         routed = () if self.config.moe is None else (None if document_ids is None else document_ids >= 0,)
         for block in self.layers.values():
             x = block(x, cos, sin, mask, *routed)
@@ -170,8 +174,12 @@ def refuse_longer(config: DecoderConfig, seq: int) -> None:
         raise ValueError(f"a sequence of {seq} tokens is longer than the model's max_seq_len = {config.max_seq_len}")
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Build the mask (rows, 1, seq, seq): True for positions up to a token's own, in the same document."""
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Build the mask (rows, 1, seq, seq): 0 for positions up to a token's own, in the same document, and −∞ elsewhere.
+
+    Attention makes and keeps such numbers of a boolean mask in each block; given them, all blocks keep one tensor.
+    """
     seq = document_ids.shape[1]
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
-    return (same & torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
+    allowed = (same & torch.ones(seq, seq, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, -torch.inf)

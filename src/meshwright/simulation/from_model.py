@@ -301,7 +301,8 @@ def with_saved(
                 kept=min(1.0, stated[number].kept / max(held.all, 1)) if stated else entering / max(held.all, entering),
             )
         )
-    return replace(architecture, blocks=tuple(made[kind] for kind in order))
+    masks = sum(held.given for held in saved) / job.seq_len**2
+    return replace(architecture, blocks=tuple(made[kind] for kind in order), masks=masks)
 
 
 def job_of_plan(

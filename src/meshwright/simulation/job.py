@@ -101,8 +101,8 @@ class BlockShape:
         other: elements of norms and biases.
         eager, eager_recomputed: bytes that the block's own code saves without fusion, measured, over those of
             arithmetic: with nothing recomputed, and with attention recomputed.
-        pairs: bytes for each pair of a row's tokens that it saves beside them, measured: of masks, which ``tp`` does
-            not cut.
+        pairs: bytes for each pair of a row's tokens that it saves beside them, measured: of masks of its own, which
+            ``tp`` does not cut.
         kept: fraction of all that stays where parts of blocks are computed again that a request states.
     """
 
@@ -165,6 +165,7 @@ class Architecture:
         tied: whether one weight is embedding and head.
         positions: rows of a learned table of positions.
         extra_heads: heads beside the first, each with its loss (multi-token prediction).
+        masks: bytes for each pair of a row's tokens that all blocks of a stage keep together, measured.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Architecture:
     tied: bool = False
     positions: int = 0
     extra_heads: int = 0
+    masks: float = 0.0
 
     @property
     def hidden(self) -> int:

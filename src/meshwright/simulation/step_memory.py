@@ -247,11 +247,12 @@ class HeldBytes:
             new = run.compute_bytes if run.gathers_ends and run.loss_chunks == 1 else run.reduce_bytes
             largest = saved.elements(job, rank)[3] * (run.compute_bytes + reduces * run.reduce_bytes)
             backward += run.trained * (largest + head * new)
-        buffers = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
+        beside = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
+        beside += model.masks * job.microbatch * job.seq_len**2 / job.layout.cp
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
         return cls(
-            tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + buffers for a, b in bounds),
+            tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + beside for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             2 * saved.wide,
             backward,

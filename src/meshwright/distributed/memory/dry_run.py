@@ -460,16 +460,18 @@ class SavedByBlock:
     """Bytes that a block saves of a microbatch for its backward.
 
     Attributes:
-        all: of tensors that no earlier block saved, parameters left out.
+        all: of tensors that no earlier block saved, parameters and ``given`` left out.
         in_attention: those among them that its attention saves.
         kept: those that stay between forward and backward, by the plan's recomputation.
         pairs: those among all that have a number for each pair of a row's tokens, such as masks.
+        given: of such tensors that it is given, and that no earlier block saved: all blocks keep the same.
     """
 
     all: int
     in_attention: int
     kept: int = 0
     pairs: int = 0
+    given: int = 0
 
 
 def saved_by_blocks(
@@ -490,32 +492,34 @@ def saved_by_blocks(
     try:
         dry = DryRun(facts, plan, resolved(plan, batch), KEYS, default_optimizer)
         with seeded(0), untouched(facts.module), dry.model_of(0) as model:
-            step, seen = dry.step(model, 1), _BlockSaves(model.parts[0], batch.seq_len)
-            with suppress(SeenEnough), seen.live, seen.watch(facts, set(blocks)):
+            step, seen = dry.step(model, 1), _BlockSaves(model.parts[0], batch.seq_len, set(blocks))
+            with suppress(SeenEnough), seen.live, seen.watch(facts):
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
-    counts = seen.bytes, seen.in_attention, seen.kept, seen.pairs
+    counts = seen.bytes, seen.in_attention, seen.kept, seen.pairs, seen.given
     return tuple(SavedByBlock(*(count[block] for count in counts)) for block in blocks)
 
 
 class _BlockSaves:
-    """Counts saved bytes by the block that computes."""
+    """Counts saved bytes by the block that computes, of those that are wanted."""
 
-    def __init__(self, model: nn.Module, seq_len: int):
-        self.model, self.seq_len, self.live = model, seq_len, LiveStorages()
-        self.bytes, self.in_attention, self.kept, self.pairs = (Counter[str]() for _ in range(4))
+    def __init__(self, model: nn.Module, seq_len: int, wanted: set[str]):
+        self.model, self.seq_len, self.wanted, self.live = model, seq_len, wanted, LiveStorages()
+        self.bytes, self.in_attention, self.kept, self.pairs, self.given = (Counter[str]() for _ in range(5))
         self._block, self._attends = "", 0
+        self._entered: tuple[str, ref[torch.UntypedStorage], int] | None = None  # the block before, its input and size
         self._parameters: set[int] = set()
+        self._inputs: set[int] = set()
         self._known: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()  # saved, by address
         self._saved: list[tuple[ref[torch.UntypedStorage], bool, bool]] = []
 
     @contextmanager
-    def watch(self, facts: ModelFacts, wanted: set[str]) -> Iterator[None]:
-        """Watch a forward, and end it once all blocks that are wanted have run."""
+    def watch(self, facts: ModelFacts) -> Iterator[None]:
+        """Watch a forward, and end it before the block behind those that are wanted."""
 
         def leave(*_: Any) -> None:
-            wanted.discard(self._block)
+            self.wanted.discard(self._block)
             self.kept[self._block] += self.live.bytes()
             for one, attends, has_pairs in self._saved:  # what a detached result was computed from is gone
                 size = 0 if (storage := one()) is None else storage.nbytes()
@@ -523,8 +527,6 @@ class _BlockSaves:
                 self.in_attention[self._block] += size * attends
                 self.pairs[self._block] += size * has_pairs
             self._block, self._saved = "", []
-            if not wanted:
-                raise SeenEnough
 
         def attend(step: int) -> None:
             self._attends += step
@@ -537,8 +539,14 @@ class _BlockSaves:
         with watching(blocks, self._enter, leave), attending, saving:
             yield
 
-    def _enter(self, path: str, module: nn.Module, *_: Any) -> None:
-        self._block, self._parameters = path, addresses(module.parameters())
+    def _enter(self, path: str, module: nn.Module, *given: Any) -> None:
+        if self._entered is not None and self._entered[1]() is None:  # its output was counted in its input's place
+            self.kept[self._entered[0]] -= self._entered[2]
+        if not self.wanted:
+            raise SeenEnough
+        inputs = tensors_in(given)
+        self._block, self._parameters, self._inputs = path, addresses(module.parameters()), addresses(inputs)
+        self._entered = (path, ref(first := storage_of(inputs[0])), first.nbytes()) if inputs else None
         self.kept[path] -= self.live.bytes()
 
     def _save(self, tensor: Tensor) -> Tensor:
@@ -547,5 +555,8 @@ class _BlockSaves:
         if self._block and key not in self._parameters and key not in self._known:
             self._known[key] = storage
             has_pairs = tensor.dim() > 3 and tensor.shape[-2:] == (self.seq_len, self.seq_len)
-            self._saved.append((ref(storage), self._attends > 0, has_pairs))
+            if has_pairs and key in self._inputs:
+                self.given[self._block] += storage.nbytes()
+            else:
+                self._saved.append((ref(storage), self._attends > 0, has_pairs))
         return tensor

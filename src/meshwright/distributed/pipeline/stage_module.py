@@ -170,7 +170,7 @@ class PipelineStageModule(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         cos, sin = rotary_tables(self.config, positions, x.dtype)
-        mask = None if document_ids is None else document_mask(document_ids)
+        mask = None if document_ids is None else document_mask(document_ids, x.dtype)
         routed = () if self.config.moe is None else (None if document_ids is None else document_ids >= 0,)
         for block in self.layers.values():
             x = block(x, cos, sin, mask, *routed)
