@@ -73,6 +73,8 @@ SIGMOID = replace(
 )
 BATCHED = replace(DENSE, moe=MoEConfig(n_experts=8, hidden_dim=12, batch_loss=0.3))
 CAPPED = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=12, capacity_factor=1.0, bias_rate=0.01))
+UNEVEN = replace(DENSE, moe=MoEConfig(n_experts=6, hidden_dim=12, n_shared=1))
+"""Stacks that are cut inside their experts over 4 ranks, and over 2 in a half of the experts."""
 BATCHES = RandomBatches(VOCABULARY, rows=8, seq_len=9)
 
 ONE = Layout(dp_shard=1)
@@ -80,6 +82,8 @@ EP2, EP4, HALVES = Layout(dp_shard=2, ep=2), Layout(dp_shard=4, ep=4), Layout(dp
 HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
 TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
+SHARDED = Layout(dp_shard=4)
+THREE = MoEConfig(n_experts=3, hidden_dim=12)
 FULL = {"activation_checkpointing": "full"}
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
@@ -99,6 +103,14 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "compiled, whole stacks": (SIGMOID, Layout(dp_shard=2), {"compile": True, "compile_backend": "aot_eager"}),
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
+    "more owners than experts": (replace(SOFTMAX, moe=MoEConfig(n_experts=2, top_k=1, hidden_dim=12)), SHARDED, {}),
+    "uneven": (UNEVEN, SHARDED, {"zero_stage": 2}),
+    "uneven, hybrid": (replace(UNEVEN, moe=THREE), Layout(dp_replicate=2, dp_shard=2), FULL),
+    "uneven, tensor": (replace(UNEVEN, moe=THREE), Layout(dp_shard=2, tp=2), {}),
+    "uneven, 1f1b": (replace(UNEVEN, moe=THREE), Layout(pp=2, dp_shard=2), {}),
+    "uneven, context": (UNEVEN, Layout(dp_shard=2, cp=2), {}),
+    "uneven, ep": (UNEVEN, HALVES, {}),
+    "uneven, compiled": (UNEVEN, SHARDED, {"compile": True, "compile_backend": "aot_eager"}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
 }
 """Not in the array (test_ways): products in float32, which are grouped; a capacity; losses of microbatches; other parts
@@ -385,6 +397,7 @@ WIRE = {
     "experts frozen": (SOFTMAX, HALVES, {"freeze": ("experts",)}),
     "tensor, recomputed": (EVEN, TENSOR, {"activation_checkpointing": "full"}),
     "balanced by batch": (BATCHED, HYBRID, FULL),
+    "uneven": (UNEVEN, SHARDED, {}),
     "balanced by batch, tensor": (replace(BATCHED, vocab_size=64), TENSOR, {}),
 }
 
@@ -400,7 +413,7 @@ def test_what_travels_is_what_the_plan_said(spmd, name):
             assert key[0] == "all_to_all" or moved == pytest.approx(planned[key][1], rel=1e-12), key
     again = techniques.get("activation_checkpointing") == "full"
     layers = model.n_layers - model.moe.first_dense
-    exchanged = sum(sent["all_to_all", layout.ep][1] for _, sent, _ in said)
+    exchanged = sum(sent.get(("all_to_all", layout.ep), (0, 0))[1] for _, sent, _ in said)
     counts = layout.world * layers * (1 + again) * 8 * model.moe.n_experts * (layout.ep - 1) / layout.ep
     rows = sum(away for *_, away in said) // (1 + again)  # of two forwards
     assert exchanged - counts == rows * (4 + 2 * again) * model.dim * 4
@@ -631,6 +644,14 @@ def read(layout: Layout, folder: str, onto: str) -> Held:
     save(model, onto, optimizer=optimizer)
     model.audit(optimizer)
     return held(model, optimizer)
+
+
+@ranks(4)
+def test_owners_hold_equal_parts_of_uneven_experts():
+    model = parallelize(UNEVEN, SHARDED)
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and isinstance(p, DTensor)]
+    assert {p.shape[0] for p in stacks} == {6}
+    assert {p.to_local().numel() * 4 - p.numel() for p in stacks} == {0}
 
 
 def test_a_checkpoint_is_read_by_every_other_layout_and_back_bit_by_bit(spmd, tmp_path):

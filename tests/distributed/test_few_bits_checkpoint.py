@@ -4,13 +4,14 @@ not.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from support.ranks import ranks, refusal
-from support.states import DEEP, LAYOUTS, SPARSE, Held, adamw, held, laid_out, train, uncompiled
+from support.states import DEEP, LAYOUTS, SPARSE, THREE, Held, adamw, held, laid_out, train, uncompiled
 
 from meshwright import Layout, load, parallelize, save
 from meshwright.checkpoint import state as low_bit
@@ -209,6 +210,7 @@ def test_another_layout_reads_what_it_can_keep_and_says_what_it_cannot(spmd, tmp
 
 OF_STAGES = {"pp": (DEEP, Layout(pp=2, dp_shard=1)), "whole": (DEEP, Layout(dp_replicate=2, dp_shard=1))}
 OF_EXPERTS = {"ep": (SPARSE, Layout(dp_shard=2, ep=2)), "whole": (SPARSE, Layout(dp_replicate=2, dp_shard=1))}
+OF_THREE = {"inside": (THREE, Layout(dp_shard=2)), "whole": (THREE, Layout(dp_replicate=2, dp_shard=1))}
 
 
 def go_on(place: tuple, word: str, folder: str, *, writes: bool) -> tuple[dict, list[str], list[float]]:
@@ -226,8 +228,11 @@ def go_on(place: tuple, word: str, folder: str, *, writes: bool) -> tuple[dict, 
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("places", [OF_STAGES, OF_EXPERTS], ids=("pp", "ep"))
-@pytest.mark.parametrize("word", BLOCK)
+@pytest.mark.parametrize(
+    ("word", "places"),
+    [*itertools.product(BLOCK, (OF_STAGES, OF_EXPERTS)), ("8bit", OF_THREE)],  # whose moments lie in other blocks
+    ids=("8bit-pp", "8bit-ep", "4bit-pp", "4bit-ep", "8bit-inside"),
+)
 def test_stages_and_experts_go_on_where_they_are_whole_and_back(spmd, tmp_path, word, places):
     cut, whole = places.values()
     for number, (writer, reader) in enumerate(((cut, whole), (whole, cut))):

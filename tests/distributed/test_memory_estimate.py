@@ -44,6 +44,7 @@ VOCABULARY, SEQ, ROWS = 258, 64, 4
 MODEL = DecoderConfig(VOCABULARY, 64, 6, 4, 2, 128, SEQ)
 WIDE = DecoderConfig(VOCABULARY, 256, 3, 4, 2, 1024, SEQ)
 SPARSE = DecoderConfig(VOCABULARY, 64, 4, 4, 2, 128, SEQ, moe=MoEConfig(n_experts=8))
+UNEVEN = replace(SPARSE, moe=MoEConfig(n_experts=3))
 TOGETHER, KIND = 0.005, 0.03
 """Bounds of the relative error, of all bytes together and of each kind.
 
@@ -183,6 +184,7 @@ SHARDED: dict[str, Case] = {
     "weights in 4 bits, full": (MODEL, FSDP2, {**FULL, **IN_4_BITS}, 1),
     "replicated": (MODEL, Layout(dp_replicate=2, dp_shard=1), {}, 2),
     "experts, full": (SPARSE, FSDP2, FULL, 1),
+    "experts cut inside": (UNEVEN, FSDP2, BF16, 2),
     "experts shared out": (SPARSE, Layout(dp_shard=2, ep=2), {}, 1),
     "replicated, reduced each time": (MODEL, Layout(dp_replicate=2, dp_shard=1), {"sync_grad_accum": True}, 3),
     "gpt_neox, full": (family("gpt_neox"), FSDP2, FULL, 1),

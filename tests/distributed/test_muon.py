@@ -26,7 +26,17 @@ BESIDE = {
     "EP, each in shards": (4, Layout(dp_shard=4, ep=2), SPARSE),
     "EP, replicas": (4, Layout(dp_replicate=2, dp_shard=2, ep=2), SPARSE),
 }
-OF_STATES = ("one", "DDP", "FSDP2", "HSDP", "TP, copies of key heads", "FSDP2 + TP", "PP + FSDP2", "EP")
+OF_STATES = (
+    "one",
+    "DDP",
+    "FSDP2",
+    "HSDP",
+    "TP, copies of key heads",
+    "FSDP2 + TP",
+    "PP + FSDP2",
+    "EP",
+    "experts cut inside",
+)
 PLACES = {**{place: LAYOUTS[place] for place in OF_STATES}, **BESIDE}
 
 

@@ -28,7 +28,17 @@ from meshwright.training.optimizer import LearningRateSchedule, make_optimizer
 
 STEPS, LR, BETAS, EPS, DECAY, WARMUP = 4, 0.03, (0.9, 0.95), 1e-6, 0.1, 3
 BESIDE = {"CP": (2, Layout(dp_shard=1, cp=2), DENSE), "EP, each in shards": (4, Layout(dp_shard=4, ep=2), SPARSE)}
-OF_STATES = ("DDP", "FSDP2", "HSDP", "TP, copies of key heads", "FSDP2 + TP", "PP, tied", "PP + FSDP2", "EP")
+OF_STATES = (
+    "DDP",
+    "FSDP2",
+    "HSDP",
+    "TP, copies of key heads",
+    "FSDP2 + TP",
+    "PP, tied",
+    "PP + FSDP2",
+    "EP",
+    "experts cut inside",
+)
 PLACES = {**{place: LAYOUTS[place] for place in OF_STATES}, **BESIDE}
 WHOLE = {"precision": dict.fromkeys(("master", "compute", "reduce"), "float64"), "optimizer": "schedule_free_adamw"}
 

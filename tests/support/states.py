@@ -24,6 +24,7 @@ from .laid_out import own_rows
 DENSE = DecoderConfig(256, 64, 2, 4, 2, 128, 64)
 DEEP = replace(DENSE, n_layers=4)
 SPARSE = replace(DENSE, moe=MoEConfig(n_experts=4, hidden_dim=64))
+THREE = replace(DENSE, moe=MoEConfig(n_experts=3, hidden_dim=64))
 BATCHES = RandomBatches(256, rows=8, seq_len=8)
 LAYOUTS: dict[str, tuple[int, Layout, DecoderConfig]] = {
     "one": (1, Layout(dp_shard=1), DENSE),
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, Layout, DecoderConfig]] = {
     "PP, tied": (2, Layout(pp=2, dp_shard=1), replace(DEEP, tied_embeddings=True)),
     "PP + FSDP2": (4, Layout(pp=2, dp_shard=2), DEEP),
     "EP": (2, Layout(dp_shard=2, ep=2), SPARSE),
+    "experts cut inside": (2, Layout(dp_shard=2), THREE),
 }
 """Name -> (world, layout, model)."""
 BF16 = {"precision": {"master": "bfloat16", "compute": "bfloat16", "reduce": "float32"}}

@@ -298,6 +298,11 @@ def flash_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) ->
     return kernel(*tensors, 0.0, is_causal, scale=scale)
 
 
+def attends_in_groups(device: torch.device, *, masked: bool) -> bool:
+    """Return whether fused attention takes fewer key heads: no kernel for CUDA is sure to with a mask, before 2.14."""
+    return not masked or device.type != CUDA
+
+
 def cuda_flash_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute ``flash_attention`` on CUDA, in bf16 or fp16; logarithms are fp32."""
     kernel = found("torch.ops.aten._scaled_dot_product_flash_attention")

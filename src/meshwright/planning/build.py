@@ -36,7 +36,7 @@ from meshwright.planning.experts import (
     without_experts,
 )
 from meshwright.planning.float8 import scales_of_gathered
-from meshwright.planning.layout import Layout, Shares, shares_of
+from meshwright.planning.layout import Layout, Shares, sharded_dim, shares_of
 from meshwright.planning.optimizer import optimizer_plan
 from meshwright.planning.optimizer_collectives import optimizer_collectives
 from meshwright.planning.pipeline.plan import check_trained, make_pipeline_plan
@@ -310,12 +310,12 @@ def _parameters(
     holding: Holding,
 ) -> tuple[ParameterPlan, ...]:
     tensor, experts = holding.tensor, holding.experts
-    sharded = dict.fromkeys(shares.shard_axes, "Shard(0)")
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
     for p in parameters:
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
-        places = {**sharded, Axis.TP: placement_words(cut, layout.tp)}
+        dim = sharded_dim(p.shape, shares.shards) if cut is None else 0
+        places = dict.fromkeys(shares.shard_axes, f"Shard({dim})") | {Axis.TP: placement_words(cut, layout.tp)}
         placements = tuple(
             (axis.value, places.get(axis, "Replicate()"))
             for axis in WORLD_AXES

@@ -15,7 +15,7 @@ from meshwright.core.parts import mixes_copies
 from meshwright.introspection.facts import ModelFacts, ParameterFact
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan
-from meshwright.planning.layout import SHARDS, Layout, Shares, shares_of
+from meshwright.planning.layout import SHARDS, Layout, Shares, sharded_dim, shares_of
 from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.premise_rules import may_be_idle
@@ -173,12 +173,16 @@ class Holding:
     optimizer: OptimizerPlan = FULL
 
     def local_shape(self, p: ParameterFact) -> tuple[int, ...]:
-        """Return a parameter's shape on the first rank, dim 0 divided by the shards and rounded up, as FSDP2 pads."""
+        """Return a parameter's shape on the first rank, one dim divided by the shards and rounded up, as FSDP2 pads."""
         if self.of_experts(p):
             assert self.experts is not None
             return (self.experts.padded(p.shape) // self.experts.shards,)
-        rows, *others = (p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)) or (1,)
-        return (-(-rows // self.shards), *others)
+        shape = list((p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)) or (1,))
+        dim = (
+            sharded_dim(shape, self.shards) if self.tensor is None or self.tensor.cut_of(p.name, p.shape) is None else 0
+        )
+        shape[dim] = -(-shape[dim] // self.shards)
+        return tuple(shape)
 
     def of_experts(self, p: ParameterFact) -> bool:
         return self.experts is not None and self.experts.has(p.name)

@@ -7,7 +7,7 @@ axis is named once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from meshwright.core.axes import WORLD_AXES, Axis
@@ -265,6 +265,14 @@ class Shares:
     def routed(self) -> tuple[Axis, ...]:
         """Axes along which routers get other tokens."""
         return (*BATCH, *((Axis.TP,) if self.cuts_sequences else ()))
+
+
+def sharded_dim(shape: Sequence[int], shards: int) -> int:
+    """Return the dim along which fully_shard cuts a whole parameter: the first, or one inside the experts of a stack.
+
+    The first dim is padded to a multiple of the shards, so that 8 experts on 64 ranks would take 8 times their bytes.
+    """
+    return int(len(shape) > 2 and shape[0] % shards > 0 and shape[1] % shards == 0)
 
 
 def shares_of(layout: Layout, technique: str = "", *, replicates_tokens: bool = False) -> Shares:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from meshwright.core.axes import Axis
 from meshwright.core.parts import LocalRange, Range, is_plain, runs_of_chunk, runs_of_parts
 from meshwright.introspection.facts import ParameterFact
+from meshwright.planning.layout import sharded_dim
 from meshwright.planning.plan import Plan
 from meshwright.planning.rank_kinds import coordinates
 from meshwright.planning.values import Collective
@@ -257,5 +258,8 @@ def _boxes(plan: Plan, p: ParameterFact, places: Mapping[Axis, int]) -> list[Box
         dim, parts = cut
         place = places[Axis.TP], plan.tensor.ranks
         runs[dim] = runs_of_chunk(runs[dim], *place) if is_plain(parts, place[1]) else runs_of_parts(parts, *place)
-    runs[0] = runs_of_chunk(runs[0], shares.position(places, shares.shard_axes), shares.shards)
+        dim = 0
+    else:
+        dim = sharded_dim(p.shape, shares.shards)
+    runs[dim] = runs_of_chunk(runs[dim], shares.position(places, shares.shard_axes), shares.shards)
     return boxes_of(runs)

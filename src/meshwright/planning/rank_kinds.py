@@ -16,7 +16,7 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.introspection.facts import ModelFacts
 from meshwright.planning.collectives import own_tokens_of, resolved
 from meshwright.planning.experts import EXPERT_AXES
-from meshwright.planning.layout import EXPERTS
+from meshwright.planning.layout import EXPERTS, sharded_dim
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import chunk_size
 from meshwright.planning.values import Batch
@@ -138,5 +138,9 @@ class _Works:
                 stacks.add(tuple(local))
             else:
                 shape = p.shape if cuts is None else cuts.local_shape(p.name, p.shape, tensor)
-                dense.add((shape, (chunk_size(shape[0], shard, shards), *shape[1:]) if shape else shape))
+                local = list(shape)
+                if shape:
+                    dim = sharded_dim(shape, shards) if cuts is None or cuts.cut_of(p.name, p.shape) is None else 0
+                    local[dim] = chunk_size(shape[dim], shard, shards)
+                dense.add((shape, tuple(local)))
         return tuple(sorted(dense)), tuple(sorted(stacks))

@@ -72,8 +72,8 @@ class ExpertsShape:
         biased: whether experts' outputs have biases, added in fp32 where products are not grouped.
         clamped: whether both halves that a gate joins are clamped first, in kernels of their own where products are
             not grouped.
-        whole: whether, without an expert axis, owners share them out by whole experts and a tensor axis not at all, as
-            this library does with stacks.
+        whole: whether, without an expert axis, owners share them out by whole experts where they cannot cut each one
+            evenly, and a tensor axis not at all, as this library does with stacks.
     """
 
     number: int
@@ -546,8 +546,9 @@ class Job:
         """Ranks that share an expert's optimizer state, among those with the same experts, by the fullest's share; and
         how many times larger padding for ranks without one makes gathered experts."""
         kinds, ep = self.architecture.kinds[0], self.layout.ep
-        whole = {block.experts.number for block in kinds if block.experts and block.experts.whole and ep == 1}
-        ranks = max(1, self.owners * (1 if whole else self.layout.tp) // ep) if self.execution.zero else 1
+        stacks = [block.experts for block in kinds if block.experts and block.experts.whole and ep == 1]
+        ranks = max(1, self.owners * (1 if stacks else self.layout.tp) // ep) if self.execution.zero else 1
+        whole = {stack.number for stack in stacks if any(product.columns % ranks for product in stack.products)}
         most = [(n, -(-n // ranks)) for n in whole]
         owners = min((n / fullest for n, fullest in most), default=ranks)
         return owners, max((ranks * fullest / n for n, fullest in most), default=1.0)

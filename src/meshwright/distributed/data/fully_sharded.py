@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.core.axes import Axis
 from meshwright.core.devices import is_accelerator
@@ -49,6 +50,7 @@ from meshwright.distributed.torch_private import (
 )
 from meshwright.introspection.signature import with_logits
 from meshwright.planning.experts import ExpertPlan
+from meshwright.planning.layout import sharded_dim
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import DataParallel, PrecisionPlan, Unit
 
@@ -61,6 +63,8 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {there}")
     mesh = shards if replicas is None else device_mesh[(*replicas.mesh_dim_names, *shards.mesh_dim_names)]  # type: ignore[misc]
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
+    if any(sharded_dim(parameter.shape, plan.shares.shards) for parameter in model.parameters()):
+        shared["shard_placement_fn"] = partial(_placement, shards=plan.shares.shards)
     names = {unit.name for unit in plan.units}
     for unit in reversed(plan.units):  # torch wraps what is inside first
         if unit.experts:
@@ -121,6 +125,12 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
             # itself, where there is none: with an empty list torch takes the unit that it met before, needed or not
             module.set_modules_to_backward_prefetch([found[other] for other in backward.get(name, [])] or [module])
     return model
+
+
+def _placement(parameter: nn.Parameter, shards: int) -> Shard:
+    """Return how a parameter of the whole model, or a tensor rank's part of one, is cut."""
+    placed = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Shard(sharded_dim(parameter.shape, shards) if all(place.is_replicate() for place in placed) else 0)
 
 
 def _shard_experts(model: nn.Module, unit: Unit, plan: Plan, device_mesh: DeviceMesh) -> None:
