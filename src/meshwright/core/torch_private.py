@@ -298,9 +298,9 @@ def flash_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) ->
     return kernel(*tensors, 0.0, is_causal, scale=scale)
 
 
-def attends_in_groups(device: torch.device, *, masked: bool) -> bool:
-    """Return whether fused attention takes fewer key heads: no kernel for CUDA is sure to with a mask, before 2.14."""
-    return not masked or device.type != CUDA
+def masks_groups(device: torch.device) -> bool:
+    """Return whether fused attention takes a mask with fewer key heads: before 2.14 no kernel for CUDA is sure to."""
+    return device.type != CUDA
 
 
 def cuda_flash_attention(*tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -309,13 +309,13 @@ def _parameters(
     shares: Shares,
     holding: Holding,
 ) -> tuple[ParameterPlan, ...]:
-    tensor, experts = holding.tensor, holding.experts
+    tensor, experts, axes = holding.tensor, holding.experts, shares.shard_axes
     rows: dict[tuple, ParameterPlan] = {}
     places_of: dict[tuple, tuple[tuple[str, str], ...]] = {}
     for p in parameters:
         cut = tensor.cut_of(p.name, p.shape) if tensor else None
-        dim = sharded_dim(p.shape, shares.shards) if cut is None else 0
-        places = dict.fromkeys(shares.shard_axes, f"Shard({dim})") | {Axis.TP: placement_words(cut, layout.tp)}
+        dim = sharded_dim(p.shape, holding.shards) if cut is None else 0
+        places = dict.fromkeys(axes, f"Shard({dim})") | {Axis.TP: placement_words(cut, layout.tp)}
         placements = tuple(
             (axis.value, places.get(axis, "Replicate()"))
             for axis in WORLD_AXES

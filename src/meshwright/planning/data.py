@@ -177,10 +177,9 @@ class Holding:
         if self.of_experts(p):
             assert self.experts is not None
             return (self.experts.padded(p.shape) // self.experts.shards,)
-        shape = list((p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)) or (1,))
-        dim = (
-            sharded_dim(shape, self.shards) if self.tensor is None or self.tensor.cut_of(p.name, p.shape) is None else 0
-        )
+        whole = p.shape if self.tensor is None else self.tensor.local_shape(p.name, p.shape)
+        shape = list(whole) or [1]
+        dim = sharded_dim(shape, self.shards) if whole == p.shape else 0
         shape[dim] = -(-shape[dim] // self.shards)
         return tuple(shape)
 

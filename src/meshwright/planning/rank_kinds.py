@@ -140,7 +140,7 @@ class _Works:
                 shape = p.shape if cuts is None else cuts.local_shape(p.name, p.shape, tensor)
                 local = list(shape)
                 if shape:
-                    dim = sharded_dim(shape, shards) if cuts is None or cuts.cut_of(p.name, p.shape) is None else 0
+                    dim = sharded_dim(shape, shards) if shape == p.shape else 0
                     local[dim] = chunk_size(shape[dim], shard, shards)
                 dense.add((shape, tuple(local)))
         return tuple(sorted(dense)), tuple(sorted(stacks))

@@ -63,8 +63,9 @@ def apply(model: nn.Module, plan: Plan, device_mesh: DeviceMesh) -> nn.Module:
         raise ConfigError(f"fully_shard needs a mesh axis named dp_shard (size 1 will do); the mesh has {there}")
     mesh = shards if replicas is None else device_mesh[(*replicas.mesh_dim_names, *shards.mesh_dim_names)]  # type: ignore[misc]
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(plan)}
-    if any(sharded_dim(parameter.shape, plan.shares.shards) for parameter in model.parameters()):
-        shared["shard_placement_fn"] = partial(_placement, shards=plan.shares.shards)
+    placement = partial(_placement, shards=plan.shares.shards)
+    if any(placement(parameter).dim for parameter in model.parameters() if parameter.dim() > 2):
+        shared["shard_placement_fn"] = placement
     names = {unit.name for unit in plan.units}
     for unit in reversed(plan.units):  # torch wraps what is inside first
         if unit.experts:
