@@ -5,6 +5,7 @@ Beyond some size by the same laws, alike everywhere.
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -87,6 +88,21 @@ def test_every_layout_begins_with_what_the_constructor_computes(spmd, model, lay
     assert len(found) > 10 and not differences(found, wanted, asked)
     runs_whole = build in constructors.RUN_WHOLE and asked.world > 1
     assert any("runs whole on every rank" in line for line in said) == runs_whole
+
+
+def without_launcher(build, layout):
+    """As in a notebook, or in processes that torch.multiprocessing starts."""
+    with patch.dict(os.environ):
+        del os.environ["LOCAL_WORLD_SIZE"]
+        return beginning(build, layout)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+@pytest.mark.parametrize("build", constructors.RUN_WHOLE)
+def test_a_constructor_runs_where_no_launcher_counts_processes(spmd, build, layout):
+    asked = LAYOUTS[layout]
+    found, _ = spmd(asked.world, without_launcher, build, asked)[0]
+    assert len(found) > 10 and not differences(found, plain(build), asked)
 
 
 @pytest.mark.kills("weights", "fault")

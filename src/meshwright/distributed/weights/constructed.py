@@ -257,7 +257,7 @@ def write_constructed(
                     f" node after the other, and takes memory for all weights there ({size / 2**30:.1f} GiB)",
                     stacklevel=2,
                 )
-            for turn in range(ranks_per_node()):  # each then holds a whole model
+            for turn in range(ranks_per_node() or world):  # each then holds a whole model
                 action = lambda part=part, build=build: part.take(built(build, seed))  # noqa: E731
                 agree.together(action, here=turn == local)
         else:
