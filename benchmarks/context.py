@@ -285,7 +285,8 @@ def measure_families(args: argparse.Namespace) -> bool:
 
     from meshwright import UnsupportedError
     from meshwright.distributed.context import kernels
-    from meshwright.distributed.context.proof import LARGEST_ERROR, rehearse, rehearsed
+    from meshwright.distributed.context.proof import rehearse, rehearsed
+    from meshwright.distributed.rehearsal import LARGEST_ERROR
     from meshwright.introspection.mixing.measure import measure_mixing, small_copy
     from meshwright.planning.context.plan import KINDS, plan_methods
 

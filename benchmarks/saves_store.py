@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from meshwright.checkpoint import loading
-from meshwright.checkpoint.manifest import Manifest, TensorEntry, commit, pack_name, worth_referring_to
+from meshwright.checkpoint.manifest import Manifest, TensorEntry, blocks_in, commit, pack_name
 from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore
 
@@ -36,15 +36,13 @@ def timed(action: Callable[[], object]) -> float:
 
 def saved(store: LocalStore, tensors: dict[str, torch.Tensor], step: int, after: int = 0) -> int:
     """Save, and return the bytes written."""
-    folder, known = f"step-{step:08d}", {}
-    if after:
-        before = f"step-{after:08d}"
-        known = worth_referring_to(Manifest.read(store.location(before)), before, folder)
+    folder = f"step-{step:08d}"
+    earlier = blocks_in(store, f"step-{after:08d}", folder) if after else ({}, {})
     pieces = [
         PieceInMemory(key, (0,) * t.dim(), tuple(t.shape), "float32", t.view(-1).view(torch.uint8).numpy())
         for key, t in tensors.items()
     ]
-    entries = write_pieces(store, folder, pack_name(f"{step:08x}", 0), pieces, known)
+    entries = write_pieces(store, folder, pack_name(f"{step:08x}", 0), pieces, *earlier)
     rows = {
         key: TensorEntry(tuple(t.shape), "float32", tuple(e for e in entries if e.key == key))
         for key, t in tensors.items()

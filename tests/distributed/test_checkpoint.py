@@ -30,6 +30,7 @@ from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, blocks_i
 from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore
 from meshwright.distributed.process import agree
+from meshwright.distributed.torch_private import local_part
 
 FROZEN = ("blocks.0.gain.three",)
 
@@ -467,6 +468,69 @@ def test_optimizer_state_and_options(spmd, tmp_path):
     assert "UnsupportedError: group 0 of the optimizer holds a parameter that is not the model's" in found["stranger"]
     assert found["unused"] == "none", "a parameter that never had a gradient has no state, and needs none"
     assert found["unused equal"] == []
+
+
+class OfShards(torch.optim.SGD):
+    """Keeps state as long as this rank's shard."""
+
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = local_part(parameter).detach().clone()
+
+
+def odd_state_job(folder: str, layout: str) -> dict[str, str]:
+    """What is said of state that a checkpoint cannot hold."""
+    model, found = odd(layout), {}
+    optimizers = {kind: torch.optim.SGD(model.parameters(), lr=0.1) for kind in ("dict", "vector", "of nothing")}
+    optimizers["dict"].param_groups[0]["seen"] = {"a": 1}
+    optimizers["vector"].param_groups[0]["seen"] = torch.zeros(3)
+    optimizers["of nothing"].state["global"] = torch.zeros(3)
+    if layout != "one":
+        optimizers["of shards"] = OfShards(model.parameters(), lr=0.1)
+        train(model, optimizers["of shards"], range(1))
+        last = optimizers["one rank's"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if dist.get_rank() == 1:
+            last.state[last.param_groups[0]["params"][0]]["turns"] = 3
+    for kind, optimizer in optimizers.items():
+        for beside in (False, True):
+            found[f"{kind}, {beside}"] = refusal(
+                lambda o=optimizer, b=beside: save(model, folder, optimizer=o, asynchronous=b)
+            )
+    found["keys"] = refusal(lambda: save(model, folder, extra={"rates": [{2: 1}]}))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["one", "fsdp2"])
+def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(spmd, tmp_path, layout):
+    words = {
+        "dict": "group 0 of the optimizer has 'seen', a dict",
+        "vector": "group 0 of the optimizer has 'seen', a Tensor",
+        "of nothing": "SGD keeps state['global'], which is of no parameter",
+        "of shards": "a plain tensor of [",
+        "one rank's": "SGD keeps 'turns' of embed.weight as int",
+    }
+    for found in spmd(LAYOUTS[layout][0], odd_state_job, str(tmp_path / "c"), layout):
+        assert "a key of a dict is no text" in found.pop("keys")
+        assert found and not {k: said for k, said in found.items() if words[k.partition(",")[0]] not in said}
+
+
+def options_job(folder: str) -> list[dict[str, object]]:
+    model = odd("one")
+    betas = torch.tensor(0.5), torch.tensor(0.75)
+    optimizer, other = (torch.optim.AdamW(model.parameters(), lr=0.1, betas=betas, foreach=False) for _ in range(2))
+    optimizer.param_groups[0] |= {"step": 7, "initial_lr": 0.2}
+    train(model, optimizer, range(1))
+    other.param_groups[0]["betas"] = torch.tensor(0.1), torch.tensor(0.2)
+    save(model, folder, optimizer=optimizer)
+    load(model, folder, optimizer=other)
+    return [{key: group[key] for key in ("step", "initial_lr", "betas")} for group in other.param_groups]
+
+
+def test_options_that_a_new_optimizer_lacks_and_tensors_in_them_come_back(spmd, tmp_path):
+    ((found,),) = spmd(1, options_job, str(tmp_path / "c"))
+    assert (found["step"], found["initial_lr"]) == (7, 0.2)
+    assert found["betas"] == (torch.tensor(0.5), torch.tensor(0.75)) and torch.is_tensor(found["betas"][0])
 
 
 def random_job(folder: str) -> tuple[bool, bool]:

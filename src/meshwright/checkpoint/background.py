@@ -146,7 +146,7 @@ class Saver:
         store, folder = place_of(location)
         handle, claim = Handle(store.where(folder)), self._claim if in_run else None
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        state = stored_state(model, optimizer, rank)
+        state = together(lambda: stored_state(model, optimizer, rank), what=f"cannot write {handle.path}")
         left_out = sorted(model.plan.frozen) if only_trained else []
         frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
         boxes = boxes_of(state)

@@ -220,7 +220,7 @@ def write(
         written = commit(store, folder, manifest, new=is_new, alone=after is None)
         return sum(entry.bytes for entry in written.files.values())
 
-    state = stored_state(parallel_model, optimizer, rank)
+    state = together(lambda: stored_state(parallel_model, optimizer, rank), what=f"cannot write {where}")
     left_out = sorted(plan.frozen) if only_trained else []
     frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
     boxes = boxes_of(state)
@@ -285,6 +285,8 @@ def make_room(
     elif isinstance(store, LocalStore):
         store.root.mkdir(parents=True, exist_ok=True)
     try:
+        if _has_other_keys(extra):
+            raise TypeError("a key of a dict is no text, and would come back as text")
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -297,6 +299,12 @@ def make_room(
             f" Give a new folder, or remove it first."
         )
     store.remove(unreferenced(store, [folder], [folder] if alone else step_folders(store)))
+
+
+def _has_other_keys(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(not isinstance(key, str) or _has_other_keys(inner) for key, inner in value.items())
+    return isinstance(value, (list, tuple)) and any(map(_has_other_keys, value))
 
 
 def together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:

@@ -166,8 +166,15 @@ def stored_state(
     ``optimizer.y``.
 
     Raises:
-        UnsupportedError: the optimizer keeps a parameter's state in something other than tensors.
+        UnsupportedError: the optimizer keeps state of no parameter, or a parameter's state in something other than
+            tensors, or in plain tensors of this rank's shard.
     """
+    kind = type(optimizer).__name__
+    if optimizer is not None and (keys := [key for key in optimizer.state if not isinstance(key, Tensor)]):
+        raise UnsupportedError(
+            f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep it"
+            f" as a number in a group, or save without optimizer=."
+        )
     found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
     parameters = {name: copies[0] for name, copies in _by_name(model).items()}
     averaging = optimizers_of(parameters.values())
@@ -185,17 +192,28 @@ def stored_state(
                 memory, made_by = _written_to(value), partial(as_values, value, parameter)
                 found[f"optimizer.{key}.{name}"] = StateTensor(parameter, torch.float32, memory, made_by)
             elif isinstance(value, Tensor):
+                if value.dim() and _is_of_shard(value, parameter):
+                    raise UnsupportedError(
+                        f"{kind} keeps '{key}' of {name} as a plain tensor of {list(value.shape)}, this rank's shard of"
+                        f" {list(parameter.shape)}: a checkpoint would have one rank's for all. Make it by"
+                        f" torch.zeros_like(parameter), or save without optimizer=."
+                    )
                 found[f"optimizer.{key}.{name}"] = StateTensor.of(value)
             elif value is not None:
-                kind = f"{type(optimizer).__name__} keeps '{key}' of {name} as {type(value).__name__}"
                 raise UnsupportedError(
-                    f"{kind}: only tensors can be saved. Keep it as a 0-dim tensor, or save without optimizer=."
+                    f"{kind} keeps '{key}' of {name} as {type(value).__name__}: only tensors can be saved. Keep a"
+                    f" number as a 0-dim tensor, or save without optimizer=."
                 )
         if isinstance(optimizer, ScheduleFreeAdamW) and optimizer.averages(parameter):
             found[f"optimizer.{TRAINED}.{name}"] = held
     for device, stream in streams().items():
         found[f"random.{device}.rank{rank}"] = StateTensor.of(stream, at_once=True)
     return found
+
+
+def _is_of_shard(tensor: Tensor, parameter: Tensor) -> bool:
+    is_cut = isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape != parameter.shape
+    return is_cut and tensor.shape == local_part(parameter).shape
 
 
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
@@ -279,7 +297,8 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
     """Return the optimizer's groups as JSON: parameter names and plain options (a 0-dim tensor as its number).
 
     Raises:
-        UnsupportedError: the optimizer holds a parameter that is not the model's.
+        UnsupportedError: the optimizer holds a parameter that is not the model's; an option is a dict, or a tensor
+            with dims.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     records = []
@@ -289,17 +308,23 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
                 f"group {number} of the optimizer holds a parameter that is not the model's (or the optimizer was made"
                 f" before the model was laid out). Make the optimizer from this ParallelModel's parameters."
             )
-        plain = {
-            key: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-            for key, value in group.items()
-        }
-        options = {
-            key: value
-            for key, value in plain.items()
-            if isinstance(value, (int, float, str, bool, list, tuple)) and key not in ("params", *IMPLEMENTATION)
-        }
+        plain = {key: _as_number(value) for key, value in group.items() if key not in ("params", *IMPLEMENTATION)}
+        if strange := [key for key, value in plain.items() if isinstance(value, (dict, Tensor))]:
+            raise UnsupportedError(
+                f"group {number} of the optimizer has '{strange[0]}', a {type(plain[strange[0]]).__name__}: only"
+                f" numbers, text and lists of them are saved. Keep it as parameters' state, or save without optimizer=."
+            )
+        kept = (int, float, str, bool, list, tuple)
+        options = {key: value for key, value in plain.items() if isinstance(value, kept)}
         records.append({"params": list(dict.fromkeys(names[p] for p in group["params"])), "options": options})
     return records
+
+
+def _as_number(value: Any) -> Any:
+    """Return a 0-dim tensor, and those in a list or tuple, as numbers."""
+    if isinstance(value, (list, tuple)):
+        return [_as_number(each) for each in value]
+    return value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def merged_groups(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -315,13 +340,17 @@ def merged_groups(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str,
 
 
 def put_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Restore a group's options, each in the type that the group has it in; skip options that the group lacks."""
+    """Restore a group's options, each in the type that the group has it in."""
     for key, value in options.items():
-        have = group.get(key)
-        if isinstance(have, Tensor):
-            have.fill_(value)
-        elif key in group:
-            group[key] = tuple(value) if isinstance(have, tuple) else value
+        group[key] = _in_type(group.get(key), value)
+
+
+def _in_type(have: Any, value: Any) -> Any:
+    if isinstance(have, Tensor):
+        return have.fill_(value)
+    if isinstance(have, (list, tuple)) and isinstance(value, (list, tuple)) and len(have) == len(value):
+        return type(have)(_in_type(*pair) for pair in zip(have, value, strict=True))
+    return tuple(value) if isinstance(have, tuple) else value
 
 
 def dtype_word(dtype: torch.dtype) -> str:
