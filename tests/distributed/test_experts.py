@@ -83,7 +83,6 @@ HYBRID = Layout(dp_replicate=2, dp_shard=2, ep=2)
 TENSOR, ACROSS = Layout(dp_shard=2, tp=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)
 STAGED = Layout(pp=2, dp_shard=2, ep=2)
 SHARDED = Layout(dp_shard=4)
-THREE = MoEConfig(n_experts=3, hidden_dim=12)
 FULL = {"activation_checkpointing": "full"}
 
 WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
@@ -104,13 +103,7 @@ WAYS: dict[str, tuple[DecoderConfig, Layout, dict[str, Any]]] = {
     "experts frozen": (SIGMOID, EP2, {"freeze": (r"experts",)}),
     "all but experts frozen": (SIGMOID, EP2, {"freeze": (r"^(?!.*experts)",)}),
     "more owners than experts": (replace(SOFTMAX, moe=MoEConfig(n_experts=2, top_k=1, hidden_dim=12)), SHARDED, {}),
-    "uneven": (UNEVEN, SHARDED, {"zero_stage": 2}),
-    "uneven, hybrid": (replace(UNEVEN, moe=THREE), Layout(dp_replicate=2, dp_shard=2), FULL),
-    "uneven, tensor": (replace(UNEVEN, moe=THREE), Layout(dp_shard=2, tp=2), {}),
-    "uneven, 1f1b": (replace(UNEVEN, moe=THREE), Layout(pp=2, dp_shard=2), {}),
-    "uneven, context": (UNEVEN, Layout(dp_shard=2, cp=2), {}),
     "uneven, ep": (UNEVEN, HALVES, {}),
-    "uneven, compiled": (UNEVEN, SHARDED, {"compile": True, "compile_backend": "aot_eager"}),
     "one expert for each rank": (replace(SOFTMAX, moe=MoEConfig(n_experts=4, top_k=1, hidden_dim=12)), EP4, {}),
 }
 """Not in the array (test_ways): products in float32, which are grouped; a capacity; losses of microbatches; other parts

@@ -208,6 +208,13 @@ def shards_lost_between_microbatches():
 
 
 @contextmanager
+def uneven_experts_padded():
+    """Stacks are cut at experts also where the shards do not divide them, and padded."""
+    with patch.object(fully_sharded, "sharded_dim", lambda shape, shards: 0), unaudited():
+        yield
+
+
+@contextmanager
 def skip_not_agreed():
     """Every rank decides by its own loss; what it reports is right."""
     reduced, stepped = ParallelModel._of_all_ranks, ParallelModel.optimizer_step

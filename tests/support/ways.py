@@ -74,6 +74,7 @@ OURS: dict[str, DecoderConfig] = {
     "tied": replace(UNTIED, tied_embeddings=True),
     "softmax": replace(UNTIED, moe=SOFTMAX),
     "sigmoid": replace(UNTIED, moe=SIGMOID),
+    "uneven": replace(UNTIED, moe=replace(SOFTMAX, n_experts=3)),
 }
 DEEP = {name: replace(model, n_layers=4) for name, model in OURS.items()}
 """For pipelines: two stages on each of two ranks."""

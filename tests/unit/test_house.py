@@ -81,7 +81,7 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 126, 0),
-    "checkpoint": (18, 5170, 23),
+    "checkpoint": (18, 5176, 23),
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
     "core": (19, 3221, 5),
@@ -91,7 +91,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "introspection": (37, 10310, 48),
     "models": (4, 724, 5),
     "observation": (20, 4556, 53),
-    "planning": (34, 8621, 42),
+    "planning": (34, 8620, 42),
     "simulation": (13, 4636, 26),
     "training": (41, 11033, 46),
     "verification": (15, 3724, 7),

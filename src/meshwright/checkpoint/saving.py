@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -285,8 +285,8 @@ def make_room(
     elif isinstance(store, LocalStore):
         store.root.mkdir(parents=True, exist_ok=True)
     try:
-        if _has_other_keys(extra):
-            raise TypeError("a key of a dict is no text, and would come back as text")
+        if (key := next(_other_keys(extra), None)) is not None:
+            raise TypeError(f"the key {key!r} of a dict would come back as text")
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -301,10 +301,15 @@ def make_room(
     store.remove(unreferenced(store, [folder], [folder] if alone else step_folders(store)))
 
 
-def _has_other_keys(value: Any) -> bool:
+def _other_keys(value: Any) -> Iterator[Any]:
+    """Yield the keys of dicts, also inside, that are no text."""
     if isinstance(value, Mapping):
-        return any(not isinstance(key, str) or _has_other_keys(inner) for key, inner in value.items())
-    return isinstance(value, (list, tuple)) and any(map(_has_other_keys, value))
+        yield from (key for key in value if not isinstance(key, str))
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for inner in value:
+        yield from _other_keys(inner)
 
 
 def together(action: Callable[[], Result], *, what: str, here: bool = True) -> Result:

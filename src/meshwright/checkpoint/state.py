@@ -172,8 +172,8 @@ def stored_state(
     kind = type(optimizer).__name__
     if optimizer is not None and (keys := [key for key in optimizer.state if not isinstance(key, Tensor)]):
         raise UnsupportedError(
-            f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep it"
-            f" as a number in a group, or save without optimizer=."
+            f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep a"
+            f" number in a group and a tensor in a buffer of the model, or save without optimizer=."
         )
     found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
     parameters = {name: copies[0] for name, copies in _by_name(model).items()}
@@ -195,8 +195,8 @@ def stored_state(
                 if value.dim() and _is_of_shard(value, parameter):
                     raise UnsupportedError(
                         f"{kind} keeps '{key}' of {name} as a plain tensor of {list(value.shape)}, this rank's shard of"
-                        f" {list(parameter.shape)}: a checkpoint would have one rank's for all. Make it by"
-                        f" torch.zeros_like(parameter), or save without optimizer=."
+                        f" {list(parameter.shape)}: a checkpoint would have one rank's for all. Keep"
+                        f" torch.zeros_like(parameter) and step on its .to_local(), or save without optimizer=."
                     )
                 found[f"optimizer.{key}.{name}"] = StateTensor.of(value)
             elif value is not None:
@@ -312,7 +312,8 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
         if strange := [key for key, value in plain.items() if isinstance(value, (dict, Tensor))]:
             raise UnsupportedError(
                 f"group {number} of the optimizer has '{strange[0]}', a {type(plain[strange[0]]).__name__}: only"
-                f" numbers, text and lists of them are saved. Keep it as parameters' state, or save without optimizer=."
+                f" numbers, text and lists of them are saved. Keep numbers as options of their own and a tensor in a"
+                f" buffer of the model, or save without optimizer=."
             )
         kept = (int, float, str, bool, list, tuple)
         options = {key: value for key, value in plain.items() if isinstance(value, kept)}

@@ -298,8 +298,8 @@ def flash_attention_backward(*tensors: Tensor, is_causal: bool, scale: float) ->
     return kernel(*tensors, 0.0, is_causal, scale=scale)
 
 
-def masks_groups(device: torch.device) -> bool:
-    """Return whether fused attention takes a mask with fewer key heads: before 2.14 no kernel for CUDA is sure to."""
+def fuses_masked_groups(device: torch.device) -> bool:
+    """Return whether fused attention takes a mask and fewer key heads; before 2.14 no kernel for CUDA is sure to."""
     return device.type != CUDA
 
 

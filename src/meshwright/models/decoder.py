@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.core.torch_private import masks_groups
+from meshwright.core.torch_private import fuses_masked_groups
 from meshwright.models.layers import FeedForward, MixtureOfExperts, RMSNorm, at_least_fp32
 
 from .decoder_config import DecoderConfig
@@ -60,7 +60,7 @@ class AttentionCore(nn.Module):
             mask: (rows, 1, seq, seq), added to scores, or True where a token may attend; None: causal.
         """
         grouped = q.shape[1] != k.shape[1]
-        if grouped and mask is not None and not masks_groups(q.device):
+        if grouped and mask is not None and not fuses_masked_groups(q.device):
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             grouped = False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

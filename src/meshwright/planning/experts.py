@@ -12,7 +12,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.structure.experts import RouterLoss, Stack, find_stacks
-from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, shares_of
+from meshwright.planning.layout import BATCH, EXPERTS, TOKENS, Layout, Shares, sharded_dim, shares_of
 from meshwright.planning.values import Case, Collective, Found, PrecisionPlan
 
 # --- decide which stacks of experts are distributed, and over which mesh
@@ -50,9 +50,8 @@ class ExpertPlan:
         return (shape[0] // self.ranks, *shape[1:])
 
     def sharded_dim(self, shape: tuple[int, ...]) -> int:
-        """Return the dim along which a rank's share is sharded: that of experts, or if uneven, one inside them."""
-        experts, *inner = self.local_shape(shape)
-        return 1 if experts % self.shards and inner[0] % self.shards == 0 else 0
+        """Return the dim along which a rank's share is sharded."""
+        return sharded_dim(self.local_shape(shape), self.shards)
 
     def padded(self, shape: tuple[int, ...]) -> int:
         """Count the elements of a rank's share, padded to a multiple of the shards, as FSDP2 sends it."""
