@@ -173,7 +173,7 @@ def stored_state(
     if optimizer is not None and (keys := [key for key in optimizer.state if not isinstance(key, Tensor)]):
         raise UnsupportedError(
             f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep a"
-            f" number in a group and a tensor in a buffer of the model, or save without optimizer=."
+            f" number as an option of a group, and give save the rest as extra=, outside the optimizer."
         )
     found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
     parameters = {name: copies[0] for name, copies in _by_name(model).items()}
@@ -312,8 +312,8 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
         if strange := [key for key, value in plain.items() if isinstance(value, (dict, Tensor))]:
             raise UnsupportedError(
                 f"group {number} of the optimizer has '{strange[0]}', a {type(plain[strange[0]]).__name__}: only"
-                f" numbers, text and lists of them are saved. Keep numbers as options of their own and a tensor in a"
-                f" buffer of the model, or save without optimizer=."
+                f" numbers, text and lists of them are saved. Keep numbers as options of their own, and give save the"
+                f" rest as extra=, outside the optimizer."
             )
         kept = (int, float, str, bool, list, tuple)
         options = {key: value for key, value in plain.items() if isinstance(value, kept)}
