@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
 from meshwright import Layout, load, parallelize  # noqa: E402
-from meshwright.checkpoint import background, writer  # noqa: E402
+from meshwright.checkpoint import background, store, writer  # noqa: E402
 from meshwright.checkpoint.background import Saver  # noqa: E402
 from meshwright.checkpoint.copying import verify  # noqa: E402
 from meshwright.checkpoint.folder import CheckpointFolder  # noqa: E402
@@ -80,6 +80,7 @@ def dying(change: int, fail: Callable[[], OSError], in_bucket: bool) -> Iterator
     from support.disk import failing_disk
 
     if not in_bucket:
+        store.ROOM = 1 << 14  # else the packs of so small a model are one write each
         with failing_disk(change, fail, CHANGES):
             yield
         return

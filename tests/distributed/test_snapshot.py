@@ -359,7 +359,7 @@ def test_a_place_that_no_other_process_can_write_is_said():
 def test_the_first_rank_stays_until_the_others_have_read_how_it_went():
     """Its process may hold the store, and end with the script."""
     store, read = dist.HashStore(), []
-    first, other = (Talk(store, rank, 2, "name", {}, {}, None, None) for rank in (0, 1))
+    first, other = (Talk(store, rank, 2, "name", {}, False, {}, None, None) for rank in (0, 1))
 
     def late() -> None:
         time.sleep(0.5)
@@ -377,7 +377,7 @@ def test_the_first_rank_stays_until_the_others_have_read_how_it_went():
 def test_a_store_whose_file_is_gone_is_not_made_again(tmp_path):
     """A pool removes it behind a job, and torch would read for ever in one that begins anew, with its lock held."""
     file = tmp_path / "store"
-    talk = Talk(dist.FileStore(str(file), 2), 0, 2, "name", {}, {}, None, None)
+    talk = Talk(dist.FileStore(str(file), 2), 0, 2, "name", {}, False, {}, None, None)
     talk.store.set("outcome", "so")
     threading.Thread(target=talk.linger, daemon=True).start()
     time.sleep(2 * LOOK_SEC)

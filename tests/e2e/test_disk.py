@@ -7,6 +7,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from e2e_runs import Job, losses, nested
 from support.disk import broken, failing_disk, full
 from support.thread_writer import on_a_thread
 
+from meshwright.checkpoint import store
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.core.errors import MeshwrightError
@@ -95,7 +97,8 @@ def equal(one: dict, other: dict) -> bool:
 
 def sweep_job(changes: dict, rank: int, fault: str, manifest_first: bool = False) -> list[tuple[str, str, str]]:
     """For every n until a save passes: (kind of the n-th change on ``rank``, what was said, what is wrong)."""
-    with on_a_thread() if changes["checkpoint.asynchronous"] else nullcontext():
+    beside = on_a_thread() if changes["checkpoint.asynchronous"] else nullcontext()
+    with beside, patch.object(store, "ROOM", 1 << 14):  # so that a pack of a small model takes several writes
         return swept(Sweep(changes), rank, {"full": full, "broken": broken}[fault], manifest_first)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -152,6 +154,68 @@ def test_a_piece_that_changes_in_memory_while_it_is_written_is_refused(tmp_path)
 
     with pytest.raises(IntegrityError, match="model.a changed in memory while it was written"):
         write_pieces(LocalStore(tmp_path), "step-00000001", "p.safetensors", [Reused()], {})
+
+
+class Disk:
+    """Counts writes by whether they pass the page cache by; it may refuse to open so, or to write, and writes little.
+
+    ``bad_at`` is the write that fails.
+    """
+
+    def __init__(self, *, opens: bool = True, takes: bool = True, most: int = 1 << 30, bad_at: int = 0):
+        self.opens, self.takes, self.most, self.bad_at = opens, takes, most, bad_at
+        self.open, self.write, self.past = os.open, os.write, list[bool]()
+
+    def patched(self, monkeypatch) -> None:
+        def opened(path, flags, *mode):
+            if flags & stores.O_DIRECT and not self.opens:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return self.open(path, flags, *mode)
+
+        def written(descriptor, data):
+            past = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & stores.O_DIRECT)
+            if past and not self.takes:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            if past and np.frombuffer(data, np.uint8).ctypes.data % 512:
+                raise AssertionError("memory that is not aligned")
+            self.past.append(past)
+            if len(self.past) == self.bad_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.write(descriptor, data[: self.most])
+
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(os, "write", written)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [8192], [3, 4096, 1, 0, 9000], [4095] * 9, [50_000]])
+@pytest.mark.parametrize(
+    "disk", [{}, {"opens": False}, {"takes": False}, {"most": 512}, {"most": 1000}], ids=lambda disk: "".join(disk)
+)
+def test_any_parts_are_written_whole_on_any_file_system(tmp_path, monkeypatch, sizes, disk):
+    parts = [os.urandom(size) for size in sizes]
+    monkeypatch.setattr(stores, "ROOM", 8192)
+    Disk(**disk).patched(monkeypatch)
+    LocalStore(tmp_path).write("step-00000001/pack", iter(parts))
+    assert (tmp_path / "step-00000001/pack").read_bytes() == b"".join(parts)
+
+
+def test_whole_portions_pass_the_page_cache_by_where_the_file_system_lets_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "ROOM", 8192)
+    try:
+        os.close(os.open(tmp_path / "asked", os.O_CREAT | os.O_WRONLY | stores.O_DIRECT))
+    except OSError:
+        pytest.skip("this folder's file system cannot write past the page cache")
+    (at := Disk()).patched(monkeypatch)
+    LocalStore(tmp_path).write("step-00000001/pack", [bytes(20_000)])
+    assert at.past == [True, True, False]
+
+
+def test_a_disk_that_fails_is_named_whichever_write_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "ROOM", 4096)
+    (at := Disk(bad_at=2)).patched(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        LocalStore(tmp_path).write("step-00000001/pack", [np.zeros(30_000, np.uint8)])
+    assert len(at.past) < 8
 
 
 def test_a_manifest_waits_for_its_packs(root):

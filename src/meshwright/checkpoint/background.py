@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,9 +41,20 @@ from . import writer
 from .folder import Claim
 from .host_memory import HostMemory
 from .manifest import NAME, pack_name
-from .saving import UNTOUCHED, Handle, finish_saves, is_beside, make_room, manifest_fields, together, under_way, write
+from .saving import (
+    UNTOUCHED,
+    Handle,
+    finish_saves,
+    is_beside,
+    make_room,
+    manifest_fields,
+    runs_of,
+    together,
+    under_way,
+    write,
+)
 from .snapshot import Box, SharedMemory, Snapshot, boxes_of, bytes_in, owners, portions, room_for
-from .state import dtype_word, merged_groups, stored_state
+from .state import StateTensor, dtype_word, merged_groups, stored_state
 from .store import Location, place_of
 
 log = logging.getLogger("meshwright")
@@ -68,9 +78,9 @@ NICE = 5
 
 @dataclass
 class _Shares:
-    """How the state is dealt out: what this rank holds and writes, while no rank's state has another form."""
+    """What this rank writes of a state, while the state of no rank has another form."""
 
-    form: int
+    form: object
     parts: list[list[Box]]
 
 
@@ -146,15 +156,21 @@ class Saver:
         store, folder = place_of(location)
         handle, claim = Handle(store.where(folder)), self._claim if in_run else None
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        state = together(lambda: stored_state(model, optimizer, rank), what=f"cannot write {handle.path}")
+        differs = model.plan.pipeline is not None
         left_out = sorted(model.plan.frozen) if only_trained else []
+
+        def taken() -> tuple[dict[str, StateTensor], dict[str, Any]]:
+            fields = manifest_fields(model, optimizer, extra, left_out) if rank == 0 or differs else {}
+            return stored_state(model, optimizer, rank), fields
+
+        state, fields = together(taken, what=f"cannot write {handle.path}")
         frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
-        boxes = boxes_of(state)
-        form = zlib.crc32(repr([rank, world, *((box.key, box.offset, box.shape, box.dtype) for box in boxes)]).encode())
+        form = [rank, world, *((key, *stored.form) for key, stored in state.items())]
         is_new = self._shares is None or self._shares.form != form
         is_busy = self.current is not None and not self.current.done
-        words: list[Any] = agree.everybody_says((is_new, is_busy, secrets.token_hex(4)))
-        if any(busy for _, busy, _ in words) and not self._make_way(handle, memory is not None):
+        word = [is_new, is_busy, secrets.randbits(32) if rank == 0 else 0]
+        any_new, any_busy, token = map(int, agree.largest_each(torch.tensor(word, dtype=torch.float64)).tolist())
+        if any_busy and not self._make_way(handle, memory is not None):
             return handle
 
         def prepare() -> bool:
@@ -167,11 +183,11 @@ class Saver:
         except IntegrityError as error:
             handle.end(str(error).removesuffix(f". {UNTOUCHED}"))
             return handle
-        if any(new for new, *_ in words):
-            parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
+        if any_new:
+            parts = agree.together(lambda: self._dealt_out(boxes_of(state), rank)) or [[]]
             self._shares = _Shares(form, parts)
         assert self._shares is not None
-        name, parts = words[0][2], self._shares.parts
+        name, parts = f"{token:08x}", self._shares.parts
         if memory is not None and not self._has_room:
             share = max(agree.everybody_says(bytes_in(parts)))
             agree.together(lambda: memory.refuse_too_little(share), here=memory.is_first)
@@ -181,10 +197,9 @@ class Saver:
             self._memory = SharedMemory(room_for(parts), model.device)
             self._hang_up()
         known = (id(model), *left_out)  # frozen weights do not change
-        fields = manifest_fields(model, optimizer, extra, left_out, frozen, self._base.get(known))
-        self._base = {known: fields["base"]}
-        record = {"fields": json.loads(json.dumps(fields)), "differs": model.plan.pipeline is not None}
-        record["tensors"] = {key: [list(stored.like.shape), dtype_word(stored.dtype)] for key, stored in state.items()}
+        if known not in self._base:
+            self._base = {known: runs_of(frozen, model) if left_out else {}}
+        fields = json.loads(json.dumps({**fields, "base": self._base[known]}))  # of now, whatever changes later
         look = functools.partial(self._look_after, handle)
         snapshot = Snapshot(state, parts, self._memory, model.device, look)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store() if world > 1 else dist.HashStore())
@@ -192,7 +207,7 @@ class Saver:
         under_way.add(handle)
         place = {"location": str(store.location(folder)), "in_run": in_run, "new": is_first}
         place["claim"] = [str(claim.folder), claim.name, claim.words] if claim else None
-        talk = Talk(shared, rank, world, name, record, place, then, memory)
+        talk = Talk(shared, rank, world, name, fields, differs, place, then, memory)
         self._thread = threading.Thread(
             target=self._conduct, args=(handle, snapshot, talk), name="meshwright save", daemon=True
         )
@@ -457,7 +472,8 @@ class Talk:
     rank: int
     world: int
     name: str
-    record: dict[str, Any]
+    fields: dict[str, Any]
+    differs: bool
     place: dict[str, Any]
     then: Callable[[], object] | None
     memory: HostMemory | None
@@ -465,9 +481,13 @@ class Talk:
     def own_record(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return what this rank alone can say: the first says all that all ranks know."""
         written = {box.key for part in snapshot.parts for box in part}
-        tensors = {key: row for key, row in self.record["tensors"].items() if self.rank == 0 or key in written}
-        fields = self.record["fields"] if self.rank == 0 else {"groups": self.record["fields"]["groups"]}
-        return {"tensors": tensors, "differs": self.record["differs"], "fields": fields}
+        tensors = {
+            key: [list(stored.like.shape), dtype_word(stored.dtype)]
+            for key, stored in snapshot.state.items()
+            if self.rank == 0 or key in written
+        }
+        fields = self.fields if self.rank == 0 else {"groups": self.fields.get("groups", [])}
+        return {"tensors": tensors, "differs": self.differs, "fields": fields}
 
     def agreed(self, mine: dict[str, Any], commit: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> dict[str, Any]:
         """Bring this rank's part; return the outcome that the first rank gives to all. ``commit`` runs there."""

@@ -47,7 +47,7 @@ log = logging.getLogger("meshwright")
 Result = TypeVar("Result")
 
 READERS = 8
-"""Threads that read and hash at most; of a folder on disk two for each core."""
+"""Threads that read and hash at most; of a folder on disk one more than the cores."""
 NOTHING = "Nothing was loaded; use an older one, or copy it again."
 
 
@@ -403,7 +403,7 @@ def read_tensors(tensors: dict[str, Tensor], path: Location, manifest: Manifest,
         by_pack: dict[str, list[Reading]] = {}
         for reading in sorted(found, key=lambda reading: reading.entry.begin):
             by_pack.setdefault(reading.entry.pack, []).append(reading)
-        readers = READERS if isinstance(store, RemoteStore) else min(READERS, 2 * usable_cores())
+        readers = READERS if isinstance(store, RemoteStore) else min(READERS, 1 + usable_cores())
         with ThreadPoolExecutor(readers) as pool, torch.no_grad():
             for pack, rows in by_pack.items():
                 where = store.where(locate(folder, pack))

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.core.errors import ConfigError, IntegrityError, MeshwrightError
 from meshwright.core.record import recall
@@ -27,6 +26,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.weights.shards import pieces
 from meshwright.introspection.source import ModelOrigin
+from meshwright.planning.plan import Plan
 from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES
 
 from .folder import LEFTOVER, Claim, step_folders, unreferenced
@@ -41,17 +41,17 @@ LENGTH = 256
 UNTOUCHED = "No earlier checkpoint was touched."
 
 
-def runs_of(
-    tensors: Mapping[str, Tensor], mesh: DeviceMesh | None, in_4_bits: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Map names to a run of each tensor's numbers: where it begins, its length, dtype and checksum. Collective.
-
-    ``in_4_bits`` names weights in 4 bits, and the dtypes in which they were rounded.
-    """
-    mine, rounded = {}, in_4_bits or {}
-    if mesh is None or is_first_of_stage(mesh):
+def runs_of(tensors: Mapping[str, Tensor], model: ParallelModel) -> dict[str, Any]:
+    """Map names to a run of each weight's numbers: where it begins, its length, dtype and checksum. Collective."""
+    mine, rounded = {}, _in_4_bits(model.plan)
+    if model.mesh is None or is_first_of_stage(model.mesh):
         mine = {name: run for name, tensor in tensors.items() if (run := run_of(tensor, rounded.get(name))) is not None}
     return {name: run for theirs in agree.everybody_says(mine) for name, run in theirs.items()}
+
+
+def _in_4_bits(plan: Plan) -> dict[str, str]:
+    """Map the names of weights in 4 bits to the dtype in which they were rounded."""
+    return dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
 
 
 def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | None:
@@ -237,7 +237,8 @@ def write(
     for entry in (entry for theirs in agree.everybody_says(own) for entry in theirs):
         placed.setdefault(entry.key, []).append(entry)
     kinds = {key: (tuple(stored.like.shape), dtype_word(stored.dtype)) for key, stored in state.items()}
-    fields = manifest_fields(parallel_model, optimizer, extra, left_out, frozen)
+    fields = manifest_fields(parallel_model, optimizer, extra, left_out)
+    fields["base"] = runs_of(frozen, parallel_model) if left_out else {}
     differ = plan.pipeline is not None  # else only the random streams of ranks do
     if differ:
         fields["groups"] = merged_groups(agree.everybody_says(fields["groups"]))
@@ -249,20 +250,10 @@ def write(
 
 
 def manifest_fields(
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any] | None,
-    left_out: list[str],
-    frozen: Mapping[str, Tensor],
-    base: dict[str, Any] | None = None,
+    model: ParallelModel, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None, left_out: list[str]
 ) -> dict[str, Any]:
-    """Return a manifest's fields beside tensors and files, as they are now; groups are this rank's. Collective.
-
-    Args:
-        base: the runs of the frozen weights, where they are known already.
-    """
+    """Return what a manifest says, as it is now, beside tensors, files and frozen weights; groups are this rank's."""
     plan, origin = model.plan, recall(model, ModelOrigin)
-    in_4_bits = dict.fromkeys(sorted(plan.quantize.weights), plan.precision.master) if plan.quantize else {}
     return {
         "optimizer": type(optimizer).__name__ if optimizer is not None else "",
         "groups": group_records(model, optimizer) if optimizer is not None else [],
@@ -271,8 +262,7 @@ def manifest_fields(
         "loss_scale": model.loss_scale.state() if model.loss_scale is not None else {},
         "left_out": left_out,
         "model": origin.to_json() if origin is not None else {},
-        "base": runs_of(frozen, model.mesh, in_4_bits) if left_out and base is None else base or {},
-        "in_4_bits": in_4_bits,
+        "in_4_bits": _in_4_bits(plan),
     }
 
 

@@ -147,14 +147,19 @@ class StateTensor:
     def of(cls, tensor: Tensor, *, at_once: bool = False) -> StateTensor:
         return cls(tensor, tensor.dtype, _written_to(tensor), at_once=at_once)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What decides which boxes of the whole this rank holds."""
+        placed = (self.like.placements, self.like.device_mesh) if isinstance(self.like, DTensor) else ()
+        return self.dtype, self.like.shape, *placed
+
     def values(self) -> Tensor:
         return self.like if self.made is None else self.made()
 
 
 def _written_to(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return a tensor, of which torch counts the writes by its operators, and the plain ones in which it is stored."""
-    held = tensor.detach()
-    return held, *memory_of(held)
+    """Return the tensors in which torch counts the writes: a DTensor counts those of its operators itself."""
+    return (*[tensor] * isinstance(tensor, DTensor), *memory_of(tensor))
 
 
 def stored_state(

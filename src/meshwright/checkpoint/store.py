@@ -6,11 +6,15 @@ none. Nothing here is collective.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import mmap
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,14 +118,29 @@ class LocalStore:
         return path
 
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
-        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole."""
+        """Write a new file, one part after the other, and flush it to disk; its name may show before it is whole.
+
+        The bytes pass the page cache by where the file system allows it: filling that takes processor time from
+        training, and memory (FastPersist, https://arxiv.org/abs/2406.13768).
+        """
         path = self._in_folder(name)
-        with open(path, "wb", buffering=0) as file:
+        full, free, filled = mmap.mmap(-1, ROOM), mmap.mmap(-1, ROOM), 0
+        with open(path, "wb", buffering=0, opener=_past_page_cache) as opened, ThreadPoolExecutor(1) as pool:
+            file, writing = opened.fileno(), pool.submit(int)
             for part in parts:
                 view = memoryview(part)
                 while len(view):
-                    view = view[file.write(view) :]
-            os.fsync(file.fileno())
+                    taken = view[: ROOM - filled]
+                    free[filled : filled + len(taken)] = taken
+                    view, filled = view[len(taken) :], filled + len(taken)
+                    if filled == ROOM:
+                        writing.result()
+                        full, free, filled = free, full, 0
+                        writing = pool.submit(_write_all, file, full, ROOM)
+            writing.result()
+            _through_page_cache(file)  # the rest is no whole number of the disk's blocks
+            _write_all(file, free, filled)
+            os.fsync(file)
         sync_folder(path.parent)
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
@@ -143,6 +162,37 @@ class LocalStore:
         for folder in {place.parent for place in places} - {self.root}:
             with suppress(OSError):
                 folder.rmdir()
+
+
+ROOM = 1 << 23
+"""Bytes that are written to disk at once."""
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+"""Flag of files whose bytes pass the page cache by; 0: the system has none."""
+
+
+def _past_page_cache(path: str, flags: int) -> int:
+    with suppress(OSError):  # EINVAL of a file system that cannot; any other is raised again below
+        return os.open(path, flags | O_DIRECT, 0o666)
+    return os.open(path, flags, 0o666)
+
+
+def _through_page_cache(descriptor: int) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
+
+
+def _write_all(descriptor: int, room: mmap.mmap, size: int) -> None:
+    """Write the first bytes of memory that begins at a page."""
+    with memoryview(room) as view:
+        done = 0
+        while done < size:
+            try:
+                done += os.write(descriptor, view[done:size])
+            except OSError as error:
+                is_past = fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT
+                if error.errno != errno.EINVAL or not is_past:
+                    raise
+                _through_page_cache(descriptor)  # its blocks are larger than pages, or it said yes too early
 
 
 TRIES = 4

@@ -144,7 +144,8 @@ def together(action: Callable[[], Result], *, here: bool = True) -> Result | Non
             result = action()
         except Exception as error:  # noqa: BLE001  (raised again below, on every rank)
             problem = portable(error)
-    _raise_first(everybody_says(problem))
+    if any_rank(problem is not None):
+        _raise_first(everybody_says(problem))
     return result
 
 
