@@ -5,11 +5,13 @@ What is damaged, foreign or unfinished is refused in words.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import pathlib
 import pickle
+import random
 import re
 import shutil
 import sys
@@ -17,11 +19,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.disk import failing_disk, full
-from support.odd import LAYOUTS, Odd, moments, odd, train, weights
+from support.heard import heard
+from support.odd import LAYOUTS, Odd, moments, odd, own_rows, train, weights
 from support.oracle import relative_errors
 
 from meshwright import IntegrityError, load, parallelize, save
@@ -479,6 +483,16 @@ class OfShards(torch.optim.SGD):
             self.state[parameter]["mean"] = local_part(parameter).detach().clone()
 
 
+class OfRows(torch.optim.SGD):
+    """Keeps a number a row, as a DTensor where the parameter is one."""
+
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() > 1:
+                self.state[parameter]["mean"] = parameter.detach().sum(-1)
+
+
 def odd_state_job(folder: str, layout: str) -> dict[str, str]:
     """What is said of state that a checkpoint cannot hold."""
     model, found = odd(layout), {}
@@ -488,7 +502,9 @@ def odd_state_job(folder: str, layout: str) -> dict[str, str]:
     optimizers["of nothing"].state["global"] = torch.zeros(3)
     if layout != "one":
         optimizers["of shards"] = OfShards(model.parameters(), lr=0.1)
-        train(model, optimizers["of shards"], range(1))
+        optimizers["of rows"] = OfRows(model.parameters(), lr=0.1)
+        for kind in ("of shards", "of rows"):
+            train(model, optimizers[kind], range(1))
         last = optimizers["one rank's"] = torch.optim.SGD(model.parameters(), lr=0.1)
         if dist.get_rank() == 1:
             last.state[last.param_groups[0]["params"][0]]["turns"] = 3
@@ -498,6 +514,17 @@ def odd_state_job(folder: str, layout: str) -> dict[str, str]:
                 lambda o=optimizer, b=beside: save(model, folder, optimizer=o, asynchronous=b)
             )
     found["keys"] = refusal(lambda: save(model, folder, extra={"rates": [{2: 1}]}))
+    with copy.deepcopy(model).lent():
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        save(model, folder)
+        found["lent, save"] = refusal(lambda: save(model, folder, optimizer=plain))
+        found["lent, load"] = refusal(lambda: load(model, folder, optimizer=plain))
+        found["lent, step"] = refusal(lambda: train(model, plain, range(1)))
+    first = next(module for path, module in model.named_modules() if path.startswith("blocks.0"))
+    first.register_buffer("cache", torch.zeros(1), persistent=False)
+    save(model, folder)
+    first.register_buffer("count", torch.zeros(1))
+    found["buffer"] = refusal(lambda: save(model, folder))
     return found
 
 
@@ -508,6 +535,9 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(spmd, tmp_p
         "vector": "group 0 of the optimizer has 'seen', a Tensor",
         "of nothing": "SGD keeps state['global'], which is of no parameter",
         "of shards": "a plain tensor of [",
+        "of rows": "as a DTensor of [",
+        "lent": "inside lent()",
+        "buffer": ".count was registered behind parallelize",
         "one rank's": "SGD keeps 'turns' of embed.weight as int",
     }
     for found in spmd(LAYOUTS[layout][0], odd_state_job, str(tmp_path / "c"), layout):
@@ -533,14 +563,50 @@ def test_options_that_a_new_optimizer_lacks_and_tensors_in_them_come_back(spmd, 
     assert found["betas"] == (torch.tensor(0.5), torch.tensor(0.75)) and torch.is_tensor(found["betas"][0])
 
 
+def resumed_job(folder: str) -> tuple[bool, str, str]:
+    """Whether gradients go with a state that is loaded; what is said of gradients in a save, and of state left over."""
+    model = odd("fsdp2")
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    save(model, folder, optimizer=optimizer)
+    train(model, optimizer, range(1, 2))
+    wanted = weights(model)
+    load(model, folder, optimizer=optimizer)
+    model.forward_backward(own_rows(model, 5))
+    with heard() as said:
+        save(model, f"{folder}-within", optimizer=optimizer)
+    load(model, folder, optimizer=optimizer)
+    train(model, optimizer, range(1, 2))
+    fewer = torch.optim.AdamW(list(model.parameters())[1:])
+    return not bits_equal(weights(model), wanted), " ".join(said), refusal(lambda: load(model, folder, optimizer=fewer))
+
+
+def test_a_state_that_is_loaded_has_no_gradients_and_leaves_nothing_over(spmd, tmp_path):
+    results = spmd(2, resumed_job, str(tmp_path / "c"))
+    assert [is_equal for is_equal, _, _ in results] == [True, True]
+    assert [said for _, said, _ in results] == [
+        f"{tmp_path}/c-within has no place for the gradients there are: save behind optimizer_step, which clears them",
+        "",
+    ]
+    assert all("trained here and is in no group of this optimizer" in said for _, _, said in results)
+
+
+def drawn() -> list[float]:
+    """Numbers of every stream: normal ones come in pairs, of which the second is kept."""
+    return [*torch.rand(3).tolist(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
+
+
 def random_job(folder: str) -> tuple[bool, bool]:
     model = odd("ddp2")
-    torch.manual_seed(50 + dist.get_rank())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(50 + dist.get_rank())
+    drawn()
     save(model, folder)
-    wanted = torch.rand(3)
-    torch.manual_seed(0)
+    wanted = drawn()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     load(model, folder)
-    return torch.equal(torch.rand(3), wanted), len(set(agree.everybody_says(wanted.tolist()[0]))) == 2
+    return drawn() == wanted, len(set(map(tuple, agree.everybody_says(wanted)))) == 2
 
 
 def test_random_streams_continue_on_a_world_of_the_same_size(spmd, tmp_path):

@@ -34,7 +34,7 @@ from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import IntegrityError
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
-from meshwright.distributed.process.world import ranks_per_node
+from meshwright.distributed.process.world import is_rank_zero, ranks_per_node
 from meshwright.distributed.torch_private import default_store
 
 from . import writer
@@ -541,12 +541,12 @@ def save(
     """Write model and optimizer to the folder ``path``, each rank its own shards, as safetensors. Collective.
 
     The manifest comes last, at once, so the folder holds either the old checkpoint or the new one. What an older one
-    there holds already is not written again. Of an optimizer that averages its steps (schedule-free AdamW) the model's
-    part is the average, and the optimizer's has the point of training.
+    there holds already is not written again. Gradients are not part of it. Of an optimizer that averages its steps
+    (schedule-free AdamW) the model's part is the average, and the optimizer's has the point of training.
 
     Args:
         path: a new folder, an empty one, or a checkpoint that will be replaced; or an address, like s3://bucket/folder.
-        extra: JSON values that ``load`` returns (rank 0's).
+        extra: JSON values that ``load`` returns (rank 0's); tuples come back as lists.
         only_trained: leave frozen parameters out, such as those beside adapters; ``load`` then leaves them as they are.
         asynchronous: return at once, and copy and write the state of now while training goes on. A later save or load
             waits for it, and so does the end of the process. Weights that are written other than by an optimizer's step
@@ -561,6 +561,8 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
+    if optimizer is not None and is_rank_zero() and any(p.grad is not None for p in parallel_model.parameters()):
+        log.warning("%s has no place for the gradients there are: save behind optimizer_step, which clears them", path)
     if asynchronous and is_beside(path, log.warning):
         if not _saver:
             _saver.append(Saver(tells=True))

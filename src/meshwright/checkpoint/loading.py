@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.core.devices import CPU, local_device
+from meshwright.core.devices import CPU
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.core.host import usable_cores
 from meshwright.core.names import clean
@@ -24,7 +24,6 @@ from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
-from meshwright.distributed.recompute.kept import restore_streams
 from meshwright.distributed.weights.constructed import Destinations
 from meshwright.distributed.weights.shards import pieces
 from meshwright.planning.values import NF4_STORED
@@ -39,6 +38,9 @@ from .state import (
     model_tensors,
     put_optimizer_tensors,
     put_options,
+    random_keys,
+    refuse_lent,
+    restore_random,
     shape_and_dtype,
 )
 from .store import Buffer, Location, ReadInto, RemoteStore, place_of
@@ -128,11 +130,12 @@ def load(
 ) -> dict[str, Any]:
     """Read the checkpoint folder ``path`` into a model (and its optimizer), whatever layout wrote it. Collective.
 
-    Frozen parameters that the writer left out (``only_trained``) stay as they are.
+    Frozen parameters that the writer left out (``only_trained``) stay as they are. The random streams of torch, Python
+    and NumPy become those of the save, where as many ranks wrote it.
 
     Args:
-        optimizer: takes over the saved state; what it held before is dropped. Without it, a schedule-free optimizer of
-            this model begins anew at the loaded weights.
+        optimizer: takes over the saved state; what it held before is dropped, and so are gradients. Without it, a
+            schedule-free optimizer of this model begins anew at the loaded weights.
         restore_options: also take over the options of the optimizer's groups (learning rate, …); False: keep the
             present ones.
 
@@ -145,6 +148,7 @@ def load(
             differ. Then nothing is changed.
     """
     finish_saves()
+    refuse_lent(parallel_model, optimizer)
     manifest = open_manifest(path)
     verify_files(path, manifest)
     facts, plan = parallel_model.facts, parallel_model.plan
@@ -164,19 +168,20 @@ def load(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     written = {key: entry for key, entry in manifest.tensors.items() if key.startswith("random.")}
     if {int(key.rpartition("rank")[2]) for key in written if key.startswith("random.cpu.")} == set(range(world)):
-        own = {f"random.{device}.rank{rank}" for device in (CPU, local_device())}
-        random_state = {key: torch.zeros(row.shape, dtype=torch.uint8) for key, row in written.items() if key in own}
+        mine = written.keys() & random_keys(rank)
+        random_state = {key: torch.zeros(written[key].shape, dtype=torch.uint8) for key in sorted(mine)}
     read_tensors({**wanted, **state, **random_state}, path, manifest, fresh={*state, *random_state})
     if optimizer is None and not parallel_model.is_lent:
         begin_anew(parallel_model.parts)
     if optimizer is not None:
         put_optimizer_tensors(parallel_model, optimizer, state, path)
+        parallel_model.drop_gradients()
         for group, saved in zip(optimizer.param_groups, options, strict=False):
             put_options(group, saved)
     if parallel_model.loss_scale is not None:
         parallel_model.loss_scale.restore(manifest.loss_scale)
     parallel_model.copy_shared()
-    restore_streams({key.split(".")[1]: state for key, state in random_state.items()})
+    restore_random(random_state)
     return manifest.extra
 
 
@@ -311,8 +316,14 @@ def _check_optimizer(
             f" optimizer=. Nothing was loaded."
         )
     saved = {name for record in manifest.groups for name in record["params"]}
-    lacking = [name for record in group_records(model, optimizer) for name in record["params"] if name not in saved]
-    if lacking:
+    held = {name for record in group_records(model, optimizer) for name in record["params"]}
+    left = [n for n, parameter in model.named_parameters() if parameter.requires_grad and n in saved and n not in held]
+    if left:
+        raise ConfigError(
+            f"{path} has optimizer state for {left[0]} ({len(left)} in all), which is trained here and is in no group"
+            f" of this optimizer: add its group before load, or freeze it. Nothing was loaded."
+        )
+    if lacking := sorted(held - saved):
         raise ConfigError(
             f"{path} has no optimizer state for {lacking[0]} ({len(lacking)} in all): were other parameters frozen?"
             f" Nothing was loaded."

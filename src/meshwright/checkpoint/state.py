@@ -9,16 +9,22 @@ every value of the block is a code's. Where blocks lie otherwise, values are rou
 from __future__ import annotations
 
 import logging
+import random
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.core.errors import UnsupportedError
+from meshwright.core.devices import CPU, local_device
+from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.names import clean
+from meshwright.core.torch_private import is_persistent
 from meshwright.distributed.averaging import TRAINED, ScheduleFreeAdamW, optimizers_of
 from meshwright.distributed.data import fully_sharded
 from meshwright.distributed.optimizer.low_bit import SIGNED, TorchaoAdamW, at_rest, is_rounded
@@ -26,7 +32,7 @@ from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.products import quantize
-from meshwright.distributed.recompute.kept import streams
+from meshwright.distributed.recompute.kept import restore_streams, streams
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import memory_of, with_local
 
@@ -175,6 +181,7 @@ def stored_state(
             tensors, or in plain tensors of this rank's shard.
     """
     kind = type(optimizer).__name__
+    refuse_lent(model, optimizer)
     if optimizer is not None and (keys := [key for key in optimizer.state if not isinstance(key, Tensor)]):
         raise UnsupportedError(
             f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep a"
@@ -203,6 +210,12 @@ def stored_state(
                         f" {list(parameter.shape)}: a checkpoint would have one rank's for all. Keep"
                         f" torch.zeros_like(parameter) and step on its .to_local(), or save without optimizer=."
                     )
+                if isinstance(value, DTensor) and value.dim() and value.shape != parameter.shape:
+                    raise UnsupportedError(
+                        f"{kind} keeps '{key}' of {name} as a DTensor of {list(value.shape)}, and the parameter has"
+                        f" {list(parameter.shape)}: a load could not cut it as it was. Keep its .full_tensor(), or save"
+                        f" without optimizer=."
+                    )
                 found[f"optimizer.{key}.{name}"] = StateTensor.of(value)
             elif value is not None:
                 raise UnsupportedError(
@@ -211,9 +224,50 @@ def stored_state(
                 )
         if isinstance(optimizer, ScheduleFreeAdamW) and optimizer.averages(parameter):
             found[f"optimizer.{TRAINED}.{name}"] = held
-    for device, stream in streams().items():
-        found[f"random.{device}.rank{rank}"] = StateTensor.of(stream, at_once=True)
+    for name, stream in {**streams(), **_python_streams()}.items():
+        found[f"random.{name}.rank{rank}"] = StateTensor.of(stream, at_once=True)
     return found
+
+
+def refuse_lent(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError if an optimizer comes along while the model has the weights of a copy."""
+    if model.is_lent and optimizer is not None:
+        raise ConfigError(
+            "inside lent() the model has the weights of a copy, which the optimizer's state does not belong to: leave"
+            " the block first, or leave optimizer= out"
+        )
+
+
+# --- the streams of Python and NumPy, from which models and data may draw too
+
+PYTHON, NUMPY = "<625I?d", "<624IIId"
+
+
+def _python_streams() -> dict[str, Tensor]:
+    """Return the states of ``random`` and of NumPy's own stream, as bytes."""
+    _, words, normal = random.getstate()
+    found = {"python": struct.pack(PYTHON, *words, normal is not None, normal or 0.0)}
+    kind, words, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
+    if kind == "MT19937":  # what it begins with
+        found["numpy"] = struct.pack(NUMPY, *words, *rest)
+    return {name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in found.items()}
+
+
+def random_keys(rank: int) -> set[str]:
+    """Return the names under which the random streams of a rank are stored."""
+    return {f"random.{name}.rank{rank}" for name in (CPU, local_device(), "python", "numpy")}
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Set the random streams that are stored under ``random_keys``."""
+    by_name = {key.split(".")[1]: state for key, state in states.items()}
+    if (state := by_name.pop("python", None)) is not None:
+        *words, is_there, normal = struct.unpack(PYTHON, state.numpy().tobytes())
+        random.setstate((3, tuple(words), normal if is_there else None))
+    if (state := by_name.pop("numpy", None)) is not None:
+        *words, place, has_normal, normal = struct.unpack(NUMPY, state.numpy().tobytes())
+        np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_normal, normal))
+    restore_streams(by_name)
 
 
 def _is_of_shard(tensor: Tensor, parameter: Tensor) -> bool:
@@ -229,7 +283,17 @@ def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     for part in model.parts:
         fully_sharded.reshard(part)
     found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
-    return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+    found |= {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+    known = {fact.name for fact in model.facts.buffers}
+    for path, module in (place for part in model.parts for place in part.named_modules()):
+        for name in module._buffers:
+            full = clean(f"{path}.{name}".lstrip("."))
+            if full not in known and is_persistent(module, name) and module._buffers[name] is not None:
+                raise UnsupportedError(
+                    f"{full} was registered behind parallelize, and no state dict would have it. Register it in the"
+                    f" model that parallelize is given, or with persistent=False."
+                )
+    return found
 
 
 def empty_optimizer_tensors(

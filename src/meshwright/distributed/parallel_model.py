@@ -209,20 +209,21 @@ class ParallelModel(LaidOut):
     ) -> StepResult:
         """Clip by the global norm, step the optimizer, clear the gradients.
 
-        A non-finite loss or gradient on any rank skips the update on all: the loss is a global sum, and replicas
-        agree on the largest norm (any non-finite one counts as largest), so copies of a weight are treated alike.
+        A loss or a norm that is not finite on any rank skips the update on all, so copies of a weight stay alike.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
             skip: a guard's verdict: true on any rank skips the update on all, which give a verdict; None: no guard.
 
         Raises:
-            ConfigError, UnsupportedError: the optimizer fits neither model nor plan, or the norm is none.
+            ConfigError, UnsupportedError: the optimizer fits neither model nor plan, or the norm is none; in ``lent``.
         """
+        if self.is_lent:
+            raise ConfigError("inside lent() a step would train the copy's weights: leave the block before stepping")
         if self._stepped() is not optimizer:  # a weak reference to the last one
             self._stepped = optimizer_step.of_model(optimizer, self.named_parameters())
-        # on a mesh no step takes others than those that were laid out
-        parts = local_gradients(counted_once(self.parts, self.plan) if self.mesh is None else self._counted)
+        laid_out = counted_once(self.parts, self.plan) if self.mesh is None else self._counted  # a mesh takes no others
+        parts = local_gradients(laid_out)
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
@@ -244,6 +245,13 @@ class ParallelModel(LaidOut):
         experts.end_step(self._routers, self._token_groups, skipped=skipped)
         optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, skipped)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients so far, also those that are not reduced yet."""
+        for part in self.parts:
+            fully_sharded.recover(part)
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def _open_step(self, batch: step_batch.Brought, *, trains: bool = True) -> OpenedStep:
         """Check batches, agree and count (see ``StepOpening``).
