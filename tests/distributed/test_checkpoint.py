@@ -14,6 +14,7 @@ import pickle
 import random
 import re
 import shutil
+import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,13 +29,24 @@ from support.heard import heard
 from support.odd import LAYOUTS, Odd, moments, odd, own_rows, train, weights
 from support.oracle import relative_errors
 
-from meshwright import IntegrityError, load, parallelize, save
+from meshwright import IntegrityError, Layout, load, parallelize, save
 from meshwright.checkpoint.folder import CheckpointFolder
-from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
+from meshwright.checkpoint.manifest import (
+    NAME,
+    DamagedCheckpoint,
+    Manifest,
+    TensorEntry,
+    blocks_in,
+    commit,
+    pack_name,
+)
 from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
+from meshwright.checkpoint.state import NUMPY, PYTHON, python_streams, restore_random
 from meshwright.checkpoint.store import LocalStore
 from meshwright.distributed.process import agree
 from meshwright.distributed.torch_private import local_part
+from meshwright.models.decoder import Decoder
+from meshwright.models.decoder_config import DecoderConfig, MoEConfig
 
 FROZEN = ("blocks.0.gain.three",)
 
@@ -496,9 +508,11 @@ class OfRows(torch.optim.SGD):
 def odd_state_job(folder: str, layout: str) -> dict[str, str]:
     """What is said of state that a checkpoint cannot hold."""
     model, found = odd(layout), {}
-    optimizers = {kind: torch.optim.SGD(model.parameters(), lr=0.1) for kind in ("dict", "vector", "of nothing")}
+    kinds = ("dict", "vector", "list", "of nothing")
+    optimizers = {kind: torch.optim.SGD(model.parameters(), lr=0.1) for kind in kinds}
     optimizers["dict"].param_groups[0]["seen"] = {"a": 1}
     optimizers["vector"].param_groups[0]["seen"] = torch.zeros(3)
+    optimizers["list"].param_groups[0]["seen"] = [torch.ones(2)]
     optimizers["of nothing"].state["global"] = torch.zeros(3)
     if layout != "one":
         optimizers["of shards"] = OfShards(model.parameters(), lr=0.1)
@@ -533,11 +547,12 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(spmd, tmp_p
     words = {
         "dict": "group 0 of the optimizer has 'seen', a dict",
         "vector": "group 0 of the optimizer has 'seen', a Tensor",
+        "list": "group 0 of the optimizer cannot be saved: Object of type Tensor is not JSON serializable",
         "of nothing": "SGD keeps state['global'], which is of no parameter",
         "of shards": "a plain tensor of [",
         "of rows": "as a DTensor of [",
         "lent": "inside lent()",
-        "buffer": ".count was registered behind parallelize",
+        "buffer": ".count came behind parallelize",
         "one rank's": "SGD keeps 'turns' of embed.weight as int",
     }
     for found in spmd(LAYOUTS[layout][0], odd_state_job, str(tmp_path / "c"), layout):
@@ -591,6 +606,31 @@ def test_a_state_that_is_loaded_has_no_gradients_and_leaves_nothing_over(spmd, t
     assert all("trained here and is in no group of this optimizer" in said for _, _, said in results)
 
 
+def routed_job(folder: str) -> bool:
+    """Whether words that were routed before a load count in no expert's bias behind it."""
+    config = DecoderConfig(
+        64, 16, 2, n_heads=2, n_kv_heads=2, hidden_dim=32, max_seq_len=8, moe=MoEConfig(4, 1, bias_rate=0.1)
+    )
+    found = []
+    for begun in (False, True):
+        model = parallelize(lambda: Decoder(config), Layout(), seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not begun:
+            save(model, folder, optimizer=optimizer)
+        else:
+            model.forward_backward({"tokens": torch.zeros(4, 8, dtype=torch.long), "labels": torch.zeros(4, 8).long()})
+        load(model, folder, optimizer=optimizer)
+        tokens = torch.arange(32).view(4, 8)
+        model.forward_backward({"tokens": tokens, "labels": tokens})
+        model.optimizer_step(optimizer)
+        found.append(model.state_dict())
+    return any("bias" in name for name in found[0]) and not bits_equal(*found)
+
+
+def test_words_that_were_routed_before_a_load_do_not_count(spmd, tmp_path):
+    assert spmd(1, routed_job, str(tmp_path / "c")) == [True]
+
+
 def drawn() -> list[float]:
     """Numbers of every stream: normal ones come in pairs, of which the second is kept."""
     return [*torch.rand(3).tolist(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
@@ -611,6 +651,40 @@ def random_job(folder: str) -> tuple[bool, bool]:
 
 def test_random_streams_continue_on_a_world_of_the_same_size(spmd, tmp_path):
     assert spmd(2, random_job, str(tmp_path / "c")) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "values"),
+    [
+        ("numpy", NUMPY, (*range(624), 2_000_000_000, 0, 0.0)),
+        ("numpy", NUMPY, (*range(624), 625, 0, 0.0)),
+        ("numpy", "<4I", range(4)),
+        ("python", PYTHON, (*range(624), 1000, False, 0.0)),
+        ("cpu", "<16B", range(16)),
+    ],
+)
+def test_a_random_stream_that_is_none_is_refused(name, form, values):
+    """NumPy reads beyond its words for a place that is too large."""
+    state = torch.frombuffer(bytearray(struct.pack(form, *values)), dtype=torch.uint8)
+    with pytest.raises(DamagedCheckpoint, match="random streams are none"):
+        restore_random({f"random.{name}.rank0": state})
+
+
+def test_a_stream_that_numpy_has_replaced_is_left_alone():
+    state = torch.frombuffer(bytearray(struct.pack(NUMPY, *range(624), 0, 0, 0.0)), dtype=torch.uint8)
+    with twisterless():
+        restore_random({"random.numpy.rank0": state})
+        assert not any("numpy" in key for key in python_streams())
+
+
+@contextmanager
+def twisterless() -> Iterator[None]:
+    kept = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(kept)
 
 
 # --- writing that fails

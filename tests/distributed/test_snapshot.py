@@ -20,6 +20,7 @@ from meshwright import load, save
 from meshwright.checkpoint import background, writer
 from meshwright.checkpoint.background import ENDINGS, LOOK_SEC, Saver, Talk, start_writer
 from meshwright.checkpoint.folder import CheckpointFolder
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.saving import Handle, is_beside
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.checkpoint.state import stored_state
@@ -390,6 +391,22 @@ def shared_pieces() -> set[int]:
     """Return the pieces of shared memory that this process has open."""
     files = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
     return {file.stat().st_ino for file in files if "meshwright-snapshot" in os.readlink(file)}
+
+
+def frozen_job(folder: str) -> list[bool]:
+    """Whether the frozen weights that a manifest knows are those of the save: at first, and once others are loaded."""
+    model, found = odd("fsdp2", freeze=("blocks",)), []
+    for turn in range(2):
+        for beside in (True, False):
+            save(model, f"{folder}/{turn}-{beside}", only_trained=True, asynchronous=beside).wait()
+        one, other = (Manifest.read(f"{folder}/{turn}-{beside}").base for beside in (True, False))
+        found.append(bool(one) and one == other)
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    return found
+
+
+def test_frozen_weights_of_a_save_beside_training_are_those_of_now(spmd, tmp_path):
+    assert spmd(2, frozen_job, str(tmp_path)) == [[True, True]] * 2
 
 
 def grown_job(folder: str) -> int:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,10 +33,12 @@ import torch.distributed as dist
 
 from meshwright.core.dtypes import bytes_text, duration_text
 from meshwright.core.errors import IntegrityError
+from meshwright.core.torch_private import version_of
 from meshwright.distributed.parallel_model import ParallelModel
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.world import is_rank_zero, ranks_per_node
 from meshwright.distributed.torch_private import default_store
+from meshwright.distributed.weights.shards import memory_of
 
 from . import writer
 from .folder import Claim
@@ -122,7 +125,7 @@ class Saver:
         self._memory: SharedMemory | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked, self._base = 0, {}
+        self._asked, self._base, self._base_of = 0, dict[str, Any](), None
         self.is_in_memory, self._has_room = False, False
         self._sending, self._thread = threading.Lock(), None
         atexit.register(self.close)
@@ -168,8 +171,12 @@ class Saver:
         form = [rank, world, *((key, *stored.form) for key, stored in state.items())]
         is_new = self._shares is None or self._shares.form != form
         is_busy = self.current is not None and not self.current.done
-        word = [is_new, is_busy, secrets.randbits(32) if rank == 0 else 0]
-        any_new, any_busy, token = map(int, agree.largest_each(torch.tensor(word, dtype=torch.float64)).tolist())
+        base_of = weakref.ref(model), [(name, version_of(m)) for name, t in frozen.items() for m in memory_of(t)]
+        has_other_base = bool(left_out) and self._base_of != base_of
+        # the largest number is the first rank's: others bring 0
+        words = [is_new, is_busy, has_other_base, secrets.randbits(32) if rank == 0 else 0]
+        largest = agree.largest_each(torch.tensor(words, dtype=torch.float64))
+        any_new, any_busy, any_other_base, token = map(int, largest.tolist())
         if any_busy and not self._make_way(handle, memory is not None):
             return handle
 
@@ -184,7 +191,8 @@ class Saver:
             handle.end(str(error).removesuffix(f". {UNTOUCHED}"))
             return handle
         if any_new:
-            parts = agree.together(lambda: self._dealt_out(boxes_of(state), rank)) or [[]]
+            boxes = boxes_of(state)
+            parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
             self._shares = _Shares(form, parts)
         assert self._shares is not None
         name, parts = f"{token:08x}", self._shares.parts
@@ -196,10 +204,10 @@ class Saver:
             self._memory = None
             self._memory = SharedMemory(room_for(parts), model.device)
             self._hang_up()
-        known = (id(model), *left_out)  # frozen weights do not change
-        if known not in self._base:
-            self._base = {known: runs_of(frozen, model) if left_out else {}}
-        fields = json.loads(json.dumps({**fields, "base": self._base[known]}))  # of now, whatever changes later
+        if any_other_base:
+            self._base, self._base_of = runs_of(frozen, model), base_of
+        # of now, whatever changes later
+        fields = json.loads(json.dumps({**fields, "base": self._base if left_out else {}}))
         look = functools.partial(self._look_after, handle)
         snapshot = Snapshot(state, parts, self._memory, model.device, look)
         shared = dist.PrefixStore(f"meshwright/save/{name}", default_store() if world > 1 else dist.HashStore())
@@ -561,7 +569,8 @@ def save(
         ConfigError: ``path`` exists and is no checkpoint, or ``extra`` holds something that JSON cannot.
         IntegrityError: a rank could not write (then on every rank); an older checkpoint of that name is still there.
     """
-    if optimizer is not None and is_rank_zero() and any(p.grad is not None for p in parallel_model.parameters()):
+    own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    if is_rank_zero() and any(parameter.grad is not None for parameter in own):
         log.warning("%s has no place for the gradients there are: save behind optimizer_step, which clears them", path)
     if asynchronous and is_beside(path, log.warning):
         if not _saver:

@@ -145,10 +145,10 @@ def load(
     Raises:
         IntegrityError: the checkpoint was never finished, or a file is missing, truncated or changed.
         ConfigError: the checkpoint is whole, but of another model or optimizer: names, shapes, dtypes or groups
-            differ. Then nothing is changed.
+            differ, or it comes along inside ``lent``. Then nothing is changed.
     """
     finish_saves()
-    refuse_lent(parallel_model, optimizer)
+    agree.together(lambda: refuse_lent(parallel_model, optimizer))
     manifest = open_manifest(path)
     verify_files(path, manifest)
     facts, plan = parallel_model.facts, parallel_model.plan
@@ -181,7 +181,7 @@ def load(
     if parallel_model.loss_scale is not None:
         parallel_model.loss_scale.restore(manifest.loss_scale)
     parallel_model.copy_shared()
-    restore_random(random_state)
+    agree.together(lambda: restore_random(random_state))
     return manifest.extra
 
 

@@ -8,6 +8,7 @@ every value of the block is a code's. Where blocks lie otherwise, values are rou
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import struct
@@ -36,7 +37,7 @@ from meshwright.distributed.recompute.kept import restore_streams, streams
 from meshwright.distributed.torch_private import local_part
 from meshwright.distributed.weights.shards import memory_of, with_local
 
-from .manifest import TensorEntry
+from .manifest import DamagedCheckpoint, TensorEntry
 
 # --- save low-bit moments as the float32 values that they stand for, and round them again when read
 
@@ -165,7 +166,7 @@ class StateTensor:
 
 def _written_to(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in which torch counts the writes: a DTensor counts those of its operators itself."""
-    return (*[tensor] * isinstance(tensor, DTensor), *memory_of(tensor))
+    return (tensor, *memory_of(tensor)) if isinstance(tensor, DTensor) else tuple(memory_of(tensor))
 
 
 def stored_state(
@@ -178,7 +179,9 @@ def stored_state(
 
     Raises:
         UnsupportedError: the optimizer keeps state of no parameter, or a parameter's state in something other than
-            tensors, or in plain tensors of this rank's shard.
+            tensors, in plain tensors of this rank's shard, or in DTensors of another shape; the model has a buffer
+            that the layout does not know.
+        ConfigError: an optimizer comes along while the model has a copy's weights.
     """
     kind = type(optimizer).__name__
     refuse_lent(model, optimizer)
@@ -187,6 +190,7 @@ def stored_state(
             f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep a"
             f" number as an option of a group, and give save the rest as extra=, outside the optimizer."
         )
+    _refuse_late_buffers(model)
     found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
     parameters = {name: copies[0] for name, copies in _by_name(model).items()}
     averaging = optimizers_of(parameters.values())
@@ -224,7 +228,7 @@ def stored_state(
                 )
         if isinstance(optimizer, ScheduleFreeAdamW) and optimizer.averages(parameter):
             found[f"optimizer.{TRAINED}.{name}"] = held
-    for name, stream in {**streams(), **_python_streams()}.items():
+    for name, stream in {**streams(), **python_streams()}.items():
         found[f"random.{name}.rank{rank}"] = StateTensor.of(stream, at_once=True)
     return found
 
@@ -241,16 +245,22 @@ def refuse_lent(model: ParallelModel, optimizer: torch.optim.Optimizer | None) -
 # --- the streams of Python and NumPy, from which models and data may draw too
 
 PYTHON, NUMPY = "<625I?d", "<624IIId"
+"""Words of Mersenne Twisters, with the place in them, and whether there is another normal number, and that."""
 
 
-def _python_streams() -> dict[str, Tensor]:
-    """Return the states of ``random`` and of NumPy's own stream, as bytes."""
+def python_streams() -> dict[str, Tensor]:
+    """Return the states of ``random`` and of NumPy's own stream, while that is a Mersenne Twister, as bytes."""
     _, words, normal = random.getstate()
     found = {"python": struct.pack(PYTHON, *words, normal is not None, normal or 0.0)}
-    kind, words, *rest = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
-    if kind == "MT19937":  # what it begins with
-        found["numpy"] = struct.pack(NUMPY, *words, *rest)
+    if (state := _numpy_state()) is not None:
+        twister = state["state"]
+        found["numpy"] = struct.pack(NUMPY, *twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
     return {name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in found.items()}
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    state = cast("dict[str, Any]", np.random.get_state(legacy=False))
+    return state if state["bit_generator"] == "MT19937" else None
 
 
 def random_keys(rank: int) -> set[str]:
@@ -259,15 +269,21 @@ def random_keys(rank: int) -> set[str]:
 
 
 def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Set the random streams that are stored under ``random_keys``."""
+    """Set the random streams that are stored under ``random_keys``. Raises DamagedCheckpoint: one is none."""
     by_name = {key.split(".")[1]: state for key, state in states.items()}
-    if (state := by_name.pop("python", None)) is not None:
-        *words, is_there, normal = struct.unpack(PYTHON, state.numpy().tobytes())
-        random.setstate((3, tuple(words), normal if is_there else None))
-    if (state := by_name.pop("numpy", None)) is not None:
-        *words, place, has_normal, normal = struct.unpack(NUMPY, state.numpy().tobytes())
-        np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_normal, normal))
-    restore_streams(by_name)
+    python, numpy = by_name.pop("python", None), by_name.pop("numpy", None)
+    try:
+        restore_streams(by_name)
+        if python is not None:
+            *words, is_there, normal = struct.unpack(PYTHON, python.numpy().tobytes())
+            random.setstate((3, tuple(words), normal if is_there else None))
+        if numpy is not None and _numpy_state() is not None:
+            *words, place, has_normal, normal = struct.unpack(NUMPY, numpy.numpy().tobytes())
+            if place > len(words):  # NumPy would read on
+                raise ValueError(f"place {place} of {len(words)}")
+            np.random.set_state(("MT19937", np.array(words, np.uint32), place, has_normal, normal))
+    except (ValueError, RuntimeError, struct.error) as error:
+        raise DamagedCheckpoint(f"the checkpoint's random streams are none: {error}") from error
 
 
 def _is_of_shard(tensor: Tensor, parameter: Tensor) -> bool:
@@ -283,17 +299,19 @@ def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     for part in model.parts:
         fully_sharded.reshard(part)
     found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
-    found |= {f"model.{name}": buffer for name, buffer in model.named_buffers()}
-    known = {fact.name for fact in model.facts.buffers}
+    return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+
+
+def _refuse_late_buffers(model: ParallelModel) -> None:
+    known, saved = {fact.name for fact in model.facts.buffers}, {id(buffer) for _, buffer in model.named_buffers()}
     for path, module in (place for part in model.parts for place in part.named_modules()):
-        for name in module._buffers:
+        for name, buffer in module._buffers.items():
             full = clean(f"{path}.{name}".lstrip("."))
-            if full not in known and is_persistent(module, name) and module._buffers[name] is not None:
+            if buffer is not None and full not in known and id(buffer) not in saved and is_persistent(module, name):
                 raise UnsupportedError(
-                    f"{full} was registered behind parallelize, and no state dict would have it. Register it in the"
+                    f"{full} came behind parallelize, and no state dict would have it. Register it, filled, in the"
                     f" model that parallelize is given, or with persistent=False."
                 )
-    return found
 
 
 def empty_optimizer_tensors(
@@ -385,7 +403,12 @@ def group_records(model: ParallelModel, optimizer: torch.optim.Optimizer) -> lis
                 f" rest as extra=, outside the optimizer."
             )
         kept = (int, float, str, bool, list, tuple)
-        options = {key: value for key, value in plain.items() if isinstance(value, kept)}
+        try:
+            options = json.loads(json.dumps({key: value for key, value in plain.items() if isinstance(value, kept)}))
+        except TypeError as error:
+            raise UnsupportedError(
+                f"group {number} of the optimizer cannot be saved: {error}; its lists may hold numbers and text"
+            ) from None
         records.append({"params": list(dict.fromkeys(names[p] for p in group["params"])), "options": options})
     return records
 

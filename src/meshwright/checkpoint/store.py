@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,22 +124,26 @@ class LocalStore:
         training, and memory (FastPersist, https://arxiv.org/abs/2406.13768).
         """
         path = self._in_folder(name)
-        full, free, filled = mmap.mmap(-1, ROOM), mmap.mmap(-1, ROOM), 0
+        sent, filling, filled = mmap.mmap(-1, ROOM), mmap.mmap(-1, ROOM), 0
         with open(path, "wb", buffering=0, opener=_past_page_cache) as opened, ThreadPoolExecutor(1) as pool:
-            file, writing = opened.fileno(), pool.submit(int)
+            file, writing = opened.fileno(), Future[None]()
+            writing.set_result(None)
             for part in parts:
                 view = memoryview(part)
                 while len(view):
                     taken = view[: ROOM - filled]
-                    free[filled : filled + len(taken)] = taken
+                    filling[filled : filled + len(taken)] = taken
                     view, filled = view[len(taken) :], filled + len(taken)
                     if filled == ROOM:
                         writing.result()
-                        full, free, filled = free, full, 0
-                        writing = pool.submit(_write_all, file, full, ROOM)
+                        sent, filling, filled = filling, sent, 0
+                        try:
+                            writing = pool.submit(_write_all, file, sent, ROOM)
+                        except RuntimeError:  # this process ends, and begins no threads
+                            _write_all(file, sent, ROOM)
             writing.result()
             _through_page_cache(file)  # the rest is no whole number of the disk's blocks
-            _write_all(file, free, filled)
+            _write_all(file, filling, filled)
             os.fsync(file)
         sync_folder(path.parent)
 
@@ -190,7 +194,7 @@ def _write_all(descriptor: int, room: mmap.mmap, size: int) -> None:
                 done += os.write(descriptor, view[done:size])
             except OSError as error:
                 is_past = fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT
-                if error.errno != errno.EINVAL or not is_past:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not is_past:
                     raise
                 _through_page_cache(descriptor)  # its blocks are larger than pages, or it said yes too early
 

@@ -207,9 +207,7 @@ class ParallelModel(LaidOut):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None, *, skip: bool | None = None
     ) -> StepResult:
-        """Clip by the global norm, step the optimizer, clear the gradients.
-
-        A loss or a norm that is not finite on any rank skips the update on all, so copies of a weight stay alike.
+        """Clip by the global norm, step the optimizer, clear the gradients; skip what is not finite on any rank on all.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
@@ -222,13 +220,12 @@ class ParallelModel(LaidOut):
             raise ConfigError("inside lent() a step would train the copy's weights: leave the block before stepping")
         if self._stepped() is not optimizer:  # a weak reference to the last one
             self._stepped = optimizer_step.of_model(optimizer, self.named_parameters())
-        laid_out = counted_once(self.parts, self.plan) if self.mesh is None else self._counted  # a mesh takes no others
-        parts = local_gradients(laid_out)
+        parts = local_gradients(counted_once(self.parts, self.plan) if self.mesh is None else self._counted)
         norm = agree.largest_of_copies(float(total_norm(parts, self._pipeline_groups)), self._copy_groups)
         for context in self._context:
             context.verdicts.raise_known()
-        is_finite = bool(parts or self._pipeline_groups) and math.isfinite(norm)
-        is_finite = is_finite and (self._last_loss is None or math.isfinite(float(self._last_loss)))
+        is_finite = math.isfinite(norm) and (self._last_loss is None or math.isfinite(float(self._last_loss)))
+        is_finite = is_finite and bool(parts or self._pipeline_groups)
         skipped = (skip is not None and agree.any_rank(skip)) or not is_finite
         if skipped:
             self.skipped_steps += 1
@@ -247,11 +244,12 @@ class ParallelModel(LaidOut):
         return StepResult(norm, skipped)
 
     def drop_gradients(self) -> None:
-        """Forget the gradients so far, also those that are not reduced yet."""
+        """Forget what was begun of a step: gradients, also those that are not reduced yet, counts, the loss."""
+        self._last_loss = None
+        experts.end_step(self._routers, [], skipped=True)
         for part in self.parts:
             fully_sharded.recover(part)
-        for parameter in self.parameters():
-            parameter.grad = None
+        self.zero_grad()
 
     def _open_step(self, batch: step_batch.Brought, *, trains: bool = True) -> OpenedStep:
         """Check batches, agree and count (see ``StepOpening``).

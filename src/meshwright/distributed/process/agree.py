@@ -136,7 +136,7 @@ def total(words: torch.Tensor, groups: list[dist.ProcessGroup]) -> torch.Tensor:
 def together(action: Callable[[], Result], *, here: bool = True) -> Result | None:
     """Run an action on the ranks where ``here`` is true, and raise the error of one rank on all.
 
-    If only that rank raised, the others would wait in their next collective until its time limit.
+    Else the others would wait in their next collective until its time limit. The action itself sends no messages.
     """
     result, problem = None, None
     if here:
