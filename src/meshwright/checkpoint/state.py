@@ -217,8 +217,8 @@ def stored_state(
                 if isinstance(value, DTensor) and value.dim() and value.shape != parameter.shape:
                     raise UnsupportedError(
                         f"{kind} keeps '{key}' of {name} as a DTensor of {list(value.shape)}, and the parameter has"
-                        f" {list(parameter.shape)}: a load could not cut it as it was. Keep its .full_tensor(), or save"
-                        f" without optimizer=."
+                        f" {list(parameter.shape)}: a load could not cut it as it was. Keep a tensor of the"
+                        f" parameter's shape, or save without optimizer=."
                     )
                 found[f"optimizer.{key}.{name}"] = StateTensor.of(value)
             elif value is not None:

@@ -207,7 +207,7 @@ class ParallelModel(LaidOut):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None, *, skip: bool | None = None
     ) -> StepResult:
-        """Clip by the global norm, step the optimizer, clear the gradients; skip what is not finite on any rank on all.
+        """Clip by the global norm, step the optimizer, clear the gradients; all ranks skip what is not finite on one.
 
         Args:
             max_norm: largest global 2-norm of the gradients; None or 0: no clipping.
