@@ -560,6 +560,22 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(spmd, tmp_p
         assert found and not {k: said for k, said in found.items() if words[k.partition(",")[0]] not in said}
 
 
+def extra_job(folder: str) -> tuple[str, dict]:
+    """What is said of an optimizer's own dict, and what a load returns once it is given as ``extra``."""
+    model = odd("one")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["seen"] = {"a": 1}
+    said = refusal(lambda: save(model, folder, optimizer=optimizer))
+    save(model, folder, optimizer=optimizer, extra={"seen": optimizer.param_groups[0].pop("seen")})
+    return said, load(model, folder, optimizer=optimizer)
+
+
+@pytest.mark.follows("extra=")
+def test_what_an_optimizer_cannot_keep_is_given_beside_it(spmd, tmp_path):
+    ((said, extra),) = spmd(1, extra_job, str(tmp_path / "c"))
+    assert "give save the rest as extra=, outside the optimizer" in said and extra == {"seen": {"a": 1}}
+
+
 def options_job(folder: str) -> list[dict[str, object]]:
     model = odd("one")
     betas = torch.tensor(0.5), torch.tensor(0.75)
