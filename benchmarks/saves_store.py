@@ -1,9 +1,8 @@
 """Figures of what a save writes and a load reads, against the disk's own speed: python benchmarks/saves_store.py [MB].
 
 Interleaved, the best of nine of each: a save against write and fsync of as many bytes, a load (proven by its hashes)
-against a read of as many into memory that is there, nothing of either in the page cache. Then the
-bytes that a save writes of what has not changed, of a step of adapters, and that a load reads, against those of the
-tensors.
+against a read of as many into memory that is there, nothing of either in the page cache. Then the bytes that
+a save writes of what has not changed, of a step of adapters, and that a load reads, against those of the tensors.
 """
 
 from __future__ import annotations

@@ -571,7 +571,7 @@ def save(
     """
     own = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     if is_rank_zero() and any(parameter.grad is not None for parameter in own):
-        log.warning("%s has no place for the gradients there are: save behind optimizer_step, which clears them", path)
+        log.warning("%s is saved without the gradients there are: save behind optimizer_step, which clears them", path)
     if asynchronous and is_beside(path, log.warning):
         if not _saver:
             _saver.append(Saver(tells=True))
