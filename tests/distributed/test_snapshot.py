@@ -7,8 +7,10 @@ import re
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +28,9 @@ from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.checkpoint.state import stored_state
 from meshwright.core.errors import ConfigError, IntegrityError
 from meshwright.distributed.process import agree
+from meshwright.distributed.process.workers import WorkerDied, is_broken_collective
 from meshwright.distributed.weights.shards import pieces
+from meshwright.training.run.checkpointing import Checkpointing
 
 
 def frozen_state(model, optimizer, rank: int) -> dict:
@@ -221,6 +225,54 @@ def test_a_writer_that_hangs_is_said_and_does_not_keep_a_run_that_is_told_to_sto
         assert re.search("was given up: it did not go on for 1 s after the run was told to stop$", problems[1]), (
             problems
         )
+
+
+def lost_job(folder: str, waits: str) -> None:
+    """Rank 1 is killed before it has written its part of a save, and rank 0 comes to wait for that save."""
+    model, saver, rank = odd("fsdp2"), Saver(), dist.get_rank()
+    if rank == 1:
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGABRT)).start()  # the pool waits 2 s for others
+    with patch.object(Talk, "agreed", lambda *_: time.sleep(600)) if rank else nullcontext():
+        saver.begin(model, f"{folder}/first")
+        try:
+            if waits == "save beside":
+                saver.begin(model, f"{folder}/second")
+            elif waits == "save":
+                save(model, f"{folder}/second")
+            else:
+                load(model, f"{folder}/first")
+        except Exception as error:
+            Path(folder, "said").write_text(str(is_broken_collective(error)))
+            raise
+        finally:
+            saver.close(grace=0)
+
+
+@pytest.mark.parametrize("waits", ["save beside", "save", "load"])
+def test_a_rank_that_is_lost_during_a_save_keeps_no_other_waiting(spmd, tmp_path, waits):
+    begun = time.perf_counter()
+    with pytest.raises(WorkerDied):
+        spmd(2, lost_job, str(tmp_path), waits, timeout=60)
+    assert time.perf_counter() - begun < 30
+    assert (tmp_path / "said").read_text() == "True"
+
+
+def told_job() -> list[list[bool]]:
+    """The first rank has seen already that the save of this step failed."""
+    odd("fsdp2")
+    checkpoints, saved, handle = object.__new__(Checkpointing), [], Handle("state")
+    handle.end("no space is left")
+    values = {"saver": None, "say": str, "latest": None, "failed": -1, "at": SimpleNamespace(step=3)}
+    vars(checkpoints).update(values, pending=(handle, 3))
+    if dist.get_rank() == 0:
+        checkpoints.look()
+    with patch.object(Checkpointing, "save", lambda _, is_last: saved.append(agree.everybody_says(is_last))):
+        checkpoints.finish()
+    return saved
+
+
+def test_a_save_that_failed_is_tried_again_by_all_ranks_whoever_saw_it_first(spmd):
+    assert spmd(2, told_job, timeout=20) == [[[True, True]]] * 2
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

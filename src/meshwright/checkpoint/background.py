@@ -192,18 +192,15 @@ class Saver:
             return handle
         if any_new:
             boxes = boxes_of(state)
-            parts = agree.together(lambda: self._dealt_out(boxes, rank)) or [[]]
+            parts = agree.together(lambda: self._dealt_out(boxes, rank, model.device)) or [[]]
             self._shares = _Shares(form, parts)
         assert self._shares is not None
+        assert self._memory is not None
         name, parts = f"{token:08x}", self._shares.parts
         if memory is not None and not self._has_room:
             share = max(agree.everybody_says(bytes_in(parts)))
             agree.together(lambda: memory.refuse_too_little(share), here=memory.is_first)
             self._has_room = True
-        if self._memory is None or self._memory.size < room_for(parts):
-            self._memory = None
-            self._memory = SharedMemory(room_for(parts), model.device)
-            self._hang_up()
         if any_other_base:
             self._base, self._base_of = runs_of(frozen, model), base_of
         # of now, whatever changes later
@@ -222,7 +219,8 @@ class Saver:
         self._thread.start()
         return handle
 
-    def _dealt_out(self, boxes: list[Box], rank: int) -> list[list[Box]]:
+    def _dealt_out(self, boxes: list[Box], rank: int, device: torch.device) -> list[list[Box]]:
+        """Return the portions of what this rank writes, for which there is memory then."""
         mine = owners(agree.everybody_says(boxes))[rank]
         most = self.host_memory
         left = self.left() + (self._memory.size if self._memory is not None else 0)
@@ -237,6 +235,10 @@ class Saver:
                 f"{what} holds a part of the {bytes_text(whole)} that rank {rank} saves: each save goes in {len(parts)}"
                 f" portions, and the optimizer step after it waits until {bytes_text(later)} are written"
             )
+        if self._memory is None or self._memory.size < room_for(parts):
+            self._memory = None
+            self._memory = SharedMemory(room_for(parts), device)
+            self._hang_up()
         return parts
 
     def _make_way(self, handle: Handle, is_in_memory: bool) -> bool:
@@ -250,8 +252,8 @@ class Saver:
             handle.skipped = True
             handle.end(f"{handle.path} was not saved: an earlier save is still under way (checkpoint.when_busy)")
             return False
-        if earlier is not None and not earlier.done:
-            if when_busy == "replace":
+        if earlier is not None:
+            if when_busy == "replace" and not earlier.done:
                 earlier.given_up = "a later save took its place (checkpoint.when_busy)"
                 with suppress(OSError):
                     self._send({"do": "stop"})
@@ -260,10 +262,12 @@ class Saver:
                 self.say(f"waited {duration_text(waited)} for {earlier.path}, which was still being saved")
         return True
 
-    def wait_for(self, handle: Handle) -> float:
-        """Return, when a save is over, the seconds that this took."""
+    def wait_for(self, handle: Handle, any_rank: Callable[[bool], bool] = agree.any_rank) -> float:
+        """Return, once a save is over on every rank, the seconds that this took. Collective: a save that a lost rank
+        took part in never ends, but the messages to that rank fail.
+        """
         begun = time.perf_counter()
-        while not handle.over.wait(5 * LOOK_SEC):
+        while any_rank(not handle.over.wait(5 * LOOK_SEC)):
             self._look_after(handle, begun)
         return time.perf_counter() - begun
 
@@ -432,7 +436,7 @@ class Saver:
         if grace is not None and self.is_in_memory:  # a restart goes on from an older state, and waits for nobody
             grace = 0
         if grace is None and self.current is not None:
-            self.wait_for(self.current)
+            self.wait_for(self.current, any_rank=bool)
         elif self.current is not None and not self.current.over.wait(grace):
             self.current.given_up = f"its save had {grace:g} s to end"
             if not self.is_in_memory:
@@ -576,7 +580,7 @@ def save(
         if not _saver:
             _saver.append(Saver(tells=True))
         return _saver[0].begin(parallel_model, path, optimizer, extra, only_trained=only_trained, then=then)
-    finish_saves()
+    finish_saves(agree.any_rank)
     handle = Handle(path)
     handle.bytes = write(parallel_model, path, optimizer=optimizer, extra=extra, only_trained=only_trained)
     if then is not None:

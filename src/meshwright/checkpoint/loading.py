@@ -147,7 +147,7 @@ def load(
         ConfigError: the checkpoint is whole, but of another model or optimizer: names, shapes, dtypes or groups
             differ, or it comes along inside ``lent``. Then nothing is changed.
     """
-    finish_saves()
+    finish_saves(agree.any_rank)
     agree.together(lambda: refuse_lent(parallel_model, optimizer))
     manifest = open_manifest(path)
     verify_files(path, manifest)

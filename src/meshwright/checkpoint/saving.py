@@ -135,7 +135,7 @@ class Handle:
         return self.over.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is whole.
+        """Return when the checkpoint is whole; no other rank need call, and of a lost one nothing is known.
 
         Raises:
             IntegrityError: it will not be, or is not within ``timeout`` seconds, or ``then`` failed.
@@ -160,10 +160,16 @@ under_way: weakref.WeakSet[Handle] = weakref.WeakSet()
 """Saves that this process has begun to write beside training."""
 
 
-def finish_saves(seconds: float | None = None) -> None:
-    """Return when no save of this process is under way, whatever became of it, or after some seconds."""
-    for handle in list(under_way):
-        handle.over.wait(seconds)
+def finish_saves(any_rank: Callable[[bool], bool] = bool, seconds: float = math.inf) -> None:
+    """Return when no save is under way, whatever became of it, or after some seconds.
+
+    Args:
+        any_rank: ``bool`` for the saves of this process; ``agree.any_rank``, where all ranks call, for those of all:
+            then a lost rank ends the wait.
+    """
+    end = time.monotonic() + seconds
+    while any_rank(any(not handle.over.wait(0.1) for handle in list(under_way)) and time.monotonic() < end):
+        pass
 
 
 def is_beside(location: Location, say: Callable[[str], object]) -> bool:

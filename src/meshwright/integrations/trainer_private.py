@@ -408,13 +408,14 @@ class LaidOutLoop:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as Trainer does, until the last save is whole; True resumes from the last checkpoint that is."""
         if resume_from_checkpoint is True:
-            finish_saves()
+            finish_saves(agree.any_rank)
             resume_from_checkpoint = agree.from_rank_zero(last_whole(self.args.output_dir)) or True
-        found, seconds = super(), GRACE_SEC
         try:
-            result, seconds = found.train(resume_from_checkpoint, *args, **options), None  # type: ignore[misc]
-        finally:
-            finish_saves(seconds)
+            result = super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+        except BaseException:
+            finish_saves(seconds=GRACE_SEC)
+            raise
+        finish_saves(agree.any_rank)
         return result
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> None:

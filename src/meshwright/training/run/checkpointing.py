@@ -13,7 +13,7 @@ from meshwright.checkpoint.background import Saver
 from meshwright.checkpoint.folder import CheckpointFolder, TakenOver
 from meshwright.checkpoint.hosts import load_from_hosts, open_host_memory
 from meshwright.checkpoint.loading import load, load_newest
-from meshwright.checkpoint.saving import Handle, is_beside, write
+from meshwright.checkpoint.saving import Handle, finish_saves, is_beside, write
 from meshwright.checkpoint.snapshot import boxes_of, portions
 from meshwright.checkpoint.state import stored_state
 from meshwright.checkpoint.store import Location
@@ -62,6 +62,7 @@ class Checkpointing:
         self.folder = CheckpointFolder(elsewhere or folder.path / "checkpoints")
         self.latest: Location | None = None
         self.pending: tuple[Handle, int] | None = None
+        self.failed = -1  # step of the last save that is known to have failed, until the next
         c, ranks = run.config.checkpoint, ranks_per_node() or 1
         beside, most = c.asynchronous and is_beside(c.folder, say), math.ceil(c.host_memory * 2**30)
         left = functools.partial(memory_left, ranks)
@@ -121,9 +122,11 @@ class Checkpointing:
             except ConfigError as error:
                 self.say(f"{error}. Saves are synchronous from here on")
                 self.saver = None
-        if self.pending is not None and (handle is None or not handle.skipped):
-            self._wait(self.pending[0])
+        if handle is None:
+            self._wait()
+        if handle is None or not handle.skipped:
             self.look()
+            self.failed = -1
         if handle is None:
             handle = Handle(path)
             handle.bytes = write(self.r.model, path, **given, after=self.latest, claim=self.claim)
@@ -143,10 +146,12 @@ class Checkpointing:
         except (OSError, MeshwrightError) as error:
             self.say(f"old checkpoints in {self.folder.path} could not be removed: {error}")
 
-    def _wait(self, handle: Handle) -> None:
-        if self.saver is not None:
-            self.saver.wait_for(handle)
-        handle.over.wait()
+    def _wait(self) -> None:
+        """Return when no save is under way on any rank; ``look`` may have told one rank so and not yet another."""
+        if self.saver is None:
+            finish_saves(agree.any_rank)
+        elif self.saver.current is not None:
+            self.saver.wait_for(self.saver.current)
 
     def look(self) -> None:
         """Say how the save under way ended, if it did."""
@@ -154,6 +159,7 @@ class Checkpointing:
             return
         (handle, step), self.pending = self.pending, None
         if handle.problem:
+            self.failed = step
             last = f"last whole: {self.latest}" if self.latest else "none is whole so far"
             self.say(f"{handle.problem}. The next save tries again; {last}")
             return
@@ -166,12 +172,9 @@ class Checkpointing:
         Raises:
             IntegrityError: that failed too (raised on every rank).
         """
-        if self.pending is None:
-            return
-        handle, step = self.pending
-        self._wait(handle)
+        self._wait()
         self.look()
-        if handle.problem and step == self.at.step:
+        if agree.any_rank(self.failed == self.at.step):
             self.save(is_last=True)
 
     def close(self, kind: type[BaseException] | None, *_: object) -> None:
