@@ -15,7 +15,8 @@ A **judge** is a command. It is given `--one COMMAND --many COMMAND --keep FOLDE
 line, and answers in its last line: `{"verdict": "fault", "place": "layers.3.mlp.down", "step": 1, "kind": "missing
 reduction", "ranks": [0]}`, or `{"verdict": "sound"}`. Each case is asked twice, with the sound twin and with the
 faulty run, in an order that the case draws: scripts are copied under one name, nothing in them is called faulty, and
-the command lines are alike. FOLDER is the case's own, for what `--one` gave.
+the command lines are alike. FOLDER is the case's own, for what `--one` gave. A command whose last word is `--serve`
+is started once, and is given a question a line: `{"one": COMMAND, "many": COMMAND, "keep": FOLDER}`.
 
 **Right** is: found; the place matches whole; step, kind and set of ranks are equal. A fault seen in a sound twin or
 sound program is a false alarm. Nothing here imports meshwright.

@@ -24,7 +24,7 @@ BESIDE = {
     "losses-1e-4": ["losses", "--bound", "1e-4"],
     "norms": ["losses", "--word", "norm", "--bound", "1e-4"],
     "checksums": ["checksums"],
-    "meshwright": ["observed"],
+    "meshwright": ["observed", "--serve"],
     "traincheck": ["traincheck"],
     "spmd-types": ["spmd_types"],
 }

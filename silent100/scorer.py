@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shlex
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +55,8 @@ def parse(output: str) -> Verdict:
         found = json.loads(lines[-1])
     except json.JSONDecodeError:
         raise ValueError(f"its last line is no JSON: {lines[-1][:200]}") from None
+    if isinstance(found, dict) and "error" in found:
+        raise ValueError(str(found["error"])[-300:])
     if not isinstance(found, dict) or found.get("verdict") not in ("fault", "sound"):
         raise ValueError(f'its last line has no "verdict" of "fault" or "sound": {lines[-1][:200]}')
     ranks, step = found.get("ranks") or [], found.get("step") or 0
@@ -61,36 +66,65 @@ def parse(output: str) -> Verdict:
     return Verdict(found["verdict"] == "fault", words[0], step, words[1], tuple(sorted(ranks)), words[2])
 
 
-def ask(judge: str, commands: dict[str, list[str]], question: str, folder: Path) -> Verdict:
-    """Ask a judge about one run of a case.
+class Judge:
+    """A judge's command: one process for each question, or one for all if its last word is --serve."""
 
-    Args:
-        judge: its command.
-        folder: where the judge may keep what belongs to the case.
-    """
-    words = [*shlex.split(judge), "--one", shlex.join(commands["one"]), "--many", shlex.join(commands[question])]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    began = time.monotonic()
-    kept = folder / "kept"
-    kept.mkdir(exist_ok=True)
-    try:
-        done = subprocess.run(
-            [*words, "--keep", str(kept)],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT,
-        )
-        verdict = parse(done.stdout)
-    except subprocess.TimeoutExpired:
-        verdict = Verdict(error=f"no answer in {TIMEOUT} seconds")
-    except OSError as error:
-        verdict = Verdict(error=f"it cannot be run: {error}")
-    except ValueError as error:
-        verdict = Verdict(error=f"{error}; {done.stderr.strip()[-300:]}".strip("; "))
-    return Verdict(**{**asdict(verdict), "seconds": time.monotonic() - began})
+    def __init__(self, command: str):
+        self.words = shlex.split(command)
+        self.serves = self.words[-1:] == ["--serve"]
+        self.common: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1"} | os.environ, "text": True, "errors": "replace"}
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, commands: dict[str, list[str]], question: str, folder: Path) -> Verdict:
+        """Ask about one run of a case.
+
+        Args:
+            folder: where the judge may keep what belongs to the case.
+        """
+        given = {"one": shlex.join(commands["one"]), "many": shlex.join(commands[question])}
+        given["keep"] = str(folder / "kept")
+        os.makedirs(given["keep"], exist_ok=True)
+        began, errors = time.monotonic(), ""
+        try:
+            output, errors = (self._served if self.serves else self._once)(given, folder)
+            verdict = parse(output)
+        except subprocess.TimeoutExpired:
+            verdict = Verdict(error=f"no answer in {TIMEOUT} seconds")
+        except OSError as error:
+            verdict = Verdict(error=f"it cannot be run: {error}")
+        except ValueError as error:
+            verdict = Verdict(error=f"{error}; {errors.strip()[-300:]}".strip("; "))
+        return Verdict(**{**asdict(verdict), "seconds": time.monotonic() - began})
+
+    def _once(self, given: dict[str, str], folder: Path) -> tuple[str, str]:
+        words = [word for key, value in given.items() for word in (f"--{key}", value)]
+        done = subprocess.run([*self.words, *words], cwd=folder, capture_output=True, timeout=TIMEOUT, **self.common)
+        return done.stdout, done.stderr
+
+    def _served(self, given: dict[str, str], _: Path) -> tuple[str, str]:
+        pipe = subprocess.PIPE
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(self.words, stdin=pipe, stdout=pipe, **self.common)
+        process, late = self.process, threading.Event()
+        timer = threading.Timer(TIMEOUT, lambda: late.set() or process.send_signal(signal.SIGINT))
+        assert process.stdin is not None and process.stdout is not None
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.flush()
+            output = process.stdout.readline()
+        finally:
+            timer.cancel()
+        if late.is_set() or not output:
+            process.wait()
+        if late.is_set():
+            raise subprocess.TimeoutExpired(self.words, TIMEOUT)
+        return output, ""
+
+    def close(self) -> None:
+        """Let a judge that serves end."""
+        if self.process is not None:
+            self.process.communicate()
 
 
 @dataclass(frozen=True)
@@ -119,17 +153,26 @@ class Asked:
         return [f"{question}: {v.error}" for question, v in self.verdicts.items() if v.error]
 
 
-def ask_about(case: Case, judge: str) -> Asked:
-    """Ask a judge about a case's runs, in a folder that is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="silent100-", ignore_cleanup_errors=True) as folder:
-        commands = write_scripts(case, Path(folder))
-        return Asked(case, {question: ask(judge, commands, question, Path(folder)) for question in order(case)})
-
-
 def ask_all(cases: Sequence[Case], judge: str, jobs: int) -> Iterable[Asked]:
     """Ask a judge about all cases, ``jobs`` at a time, in order."""
+    judges = queue.SimpleQueue[Judge]()
+    for _ in range(jobs):
+        judges.put(Judge(judge))
+
+    def ask_about(case: Case) -> Asked:
+        asked = judges.get()
+        try:
+            with tempfile.TemporaryDirectory(prefix="silent100-", ignore_cleanup_errors=True) as folder:
+                commands = write_scripts(case, Path(folder))
+                answers = {question: asked.ask(commands, question, Path(folder)) for question in order(case)}
+            return Asked(case, answers)
+        finally:
+            judges.put(asked)
+
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda case: ask_about(case, judge), cases)
+        yield from pool.map(ask_about, cases)
+    for _ in range(jobs):
+        judges.get().close()
 
 
 # --- the table

@@ -1,5 +1,7 @@
 """What the scorer of silent100 reads: cases, judges' answers; and what it makes of them."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from silent100 import scorer  # noqa: E402
 from silent100.cases import Answer, Case, CaseError, neutral, order, read, read_all  # noqa: E402
-from silent100.scorer import Asked, Verdict, parse, table  # noqa: E402
+from silent100.scorer import Asked, Judge, Verdict, parse, table  # noqa: E402
 
 TOML = """
 id = "a"
@@ -145,3 +148,63 @@ def test_nothing_imports_meshwright():
     assert not [
         file for file in files if "import meshwright" in file.read_text() or "from meshwright" in file.read_text()
     ]
+
+
+SERVING = """
+import json, sys, time
+for number, line in enumerate(sys.stdin, 1):
+    asked = json.loads(line)
+    if asked["many"] == "end":
+        sys.exit(3)
+    if asked["many"] == "hang":
+        time.sleep(600)
+    print(json.dumps({"verdict": "fault", "step": number, "words": asked["keep"]}), flush=True)
+"""
+
+
+def test_a_judge_that_serves_is_started_once_and_again_where_it_ended_or_gave_no_answer(tmp_path: Path, monkeypatch):
+    (tmp_path / "judge.py").write_text(SERVING)
+    monkeypatch.setattr(scorer, "TIMEOUT", 3)
+    judge, found = Judge(f"{sys.executable} {tmp_path / 'judge.py'} --serve"), []
+    for question in ("a", "b", "end", "c", "hang", "d"):
+        commands = {"one": ["one"], question: [question]}
+        found.append(judge.ask(commands, question, tmp_path))
+    judge.close()
+    assert [verdict.step for verdict in found] == [1, 2, 0, 1, 0, 1]
+    assert found[0].words == str(tmp_path / "kept") and (tmp_path / "kept").is_dir()
+    assert found[2].error == "it printed nothing" and found[4].error == "no answer in 3 seconds"
+    assert judge.process is not None and judge.process.returncode == 0
+
+
+FORKS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import observed
+script = sys.argv[2]
+child = observed.forked(lambda: observed.train(script, ["word"], dict(os.environ)))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+PLAIN = """
+import atexit, subprocess, sys
+class Given:
+    number: int
+atexit.register(print, "at exit")
+print(Given.__annotations__["number"], sys.argv[1:], __name__)
+print(subprocess.run(["echo", "shell"], capture_output=True, text=True).stdout)
+open(sys.argv[0] + ".left", "w").write("left open")
+kept = open(sys.argv[0] + ".kept", "w")
+kept.write("kept open")
+sys.exit("no more")
+"""
+
+
+def test_a_fork_runs_a_script_as_python_does(tmp_path: Path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    words = [str(ROOT / "silent100" / "judges"), str(tmp_path / "plain.py")]
+    site, settings = ROOT / "src" / "meshwright" / "observation" / "site", {"folder": str(tmp_path / "trace")}
+    environment = os.environ | {"MESHWRIGHT_OBSERVE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "src")])
+    done = subprocess.run([sys.executable, "-c", FORKS, *words], env=environment, capture_output=True, text=True)
+    assert done.stdout.split("\n") == ["<class 'int'> ['word'] __main__", "shell", "", "at exit", "1", ""], done.stderr
+    assert done.stderr.endswith("no more\n")
+    assert [(tmp_path / f"plain.py.{name}").read_text() for name in ("left", "kept")] == ["left open", "kept open"]
