@@ -104,6 +104,11 @@ def test_judges_are_scored_on_a_folder_of_cases(tmp_path: Path):
         "caution-averaged-over-own-piece",  # updates of other sizes on each rank
         "overlap-of-own-pictures",  # a loss of own rows that is no sum
         "strength-of-adapters-by-cut-rank",  # parameters of zeros, cut as their neighbours
+        "spike-judged-on-rank-zero",  # a step that one process skips
+        "recursive-block-in-two-copies",  # a parameter on two stages
+        "assignments-balanced-at-home",  # rows that each count by another share
+        "word2vec-rank-negatives",  # rows that ranks choose
+        "sound-loss-averaged-by-a-collective",  # sums that cancel
         "prompts-before-a-frozen-stage",  # a parameter beside modules that gradients come back to
         "sound-average-on-rank-zero",
         "sound-convolution-as-a-product",  # weights of other dims

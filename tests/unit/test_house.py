@@ -81,19 +81,19 @@ def test_the_tests_import_this_checkout():
 
 BUDGET: dict[str, tuple[int, int, int]] = {
     ".": (2, 126, 0),
-    "checkpoint": (18, 5354, 25),
+    "checkpoint": (18, 5364, 25),
     "cli": (20, 2433, 17),
     "comparison": (4, 782, 0),
     "core": (19, 3221, 5),
     "data": (16, 6635, 41),
     "distributed": (88, 21363, 104),
-    "integrations": (9, 1740, 12),
+    "integrations": (9, 1741, 12),
     "introspection": (37, 10310, 48),
     "models": (4, 724, 5),
-    "observation": (20, 4556, 53),
+    "observation": (20, 4620, 53),
     "planning": (34, 8620, 42),
     "simulation": (13, 4636, 26),
-    "training": (41, 11033, 46),
+    "training": (41, 11036, 46),
     "verification": (15, 3724, 7),
 }
 """By room: files, lines, and private functions that are named once in their file.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from meshwright.observation import groups
+from meshwright.observation.findings import Off
 from meshwright.observation.groups import (
     adds_up_around,
     counted_again,
@@ -17,6 +21,7 @@ from meshwright.observation.groups import (
     sums_copies,
     sums_strangers,
     sums_twice,
+    unreduced,
 )
 from meshwright.observation.traces import Place
 
@@ -159,3 +164,21 @@ def test_a_places_collectives_are_said():
     found = passes(ACROSS)
     assert sent(found, "mix", 1) == sent(found, "mix.weight", 1) == "all_reduce over ranks 1, 3 (1,200 B)"
     assert sent(found, "other", 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "other", "kind"),
+    [
+        (("ab", "cd"), "b", "missing reduction"),
+        (("ab", ""), "b", "tie broken"),
+        (("ab", ""), "a", "missing reduction"),  # a replica without rows
+    ],
+)
+def test_parts_of_a_sum_on_a_stage_that_is_given_no_rows_are_of_a_tie(rows, other, kind):
+    values = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])
+    own = [{"gradients": {"w": {"m": [v], "shape": [2], "dtype": "float32"}}, "sent": []} for v in values]
+    found = SimpleNamespace(own=own, places=[{"w": Place("w")}] * 2, held=[{"w", "v", "a"}, {"w", "v", other}])
+    found.counts = lambda: (Counter("abcd"), [*map(Counter, rows)])
+    off = [Off("w", rank, v, values[0] + values[1], 1.0, Place("w")) for rank, v in enumerate(values)]
+    with patch.object(groups, "steps_in_groups", lambda *_: False):
+        assert (unreduced(found, off, 1e-4) or ("",))[0] == kind  # type: ignore[arg-type]

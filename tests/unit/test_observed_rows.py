@@ -17,7 +17,7 @@ from meshwright.observation.groups import steps_in_groups
 from meshwright.observation.passes import Pair, Passes
 from meshwright.observation.patches import count_keys, keys_by_mask
 from meshwright.observation.resumes import Resume
-from meshwright.observation.row_kinds import of_rows
+from meshwright.observation.row_kinds import of_rows, of_shares
 from meshwright.observation.settings import wrong_draws
 from meshwright.observation.traces import Place, Run, parts_of_rows, places_in, rows_given
 
@@ -232,6 +232,20 @@ def test_rows_that_ranks_scale(scales, kind):
 
 
 @pytest.mark.parametrize(
+    ("scales", "kind"),
+    [
+        ((3.6, 3.6, 1.385, 1.385), "wrong scale"),
+        ((1.35 - 1e-7, 1.35 + 1e-7, 0.65 - 1e-7, 0.65 + 1e-7), "wrong scale"),
+        ((1.5, 0.5), "wrong scale"),  # one row on each rank
+        ((2.42, 1.65, None, 2.64), "missing reduction"),
+        ((None, None, None, 1.0), "missing reduction"),
+    ],
+)
+def test_rows_that_count_by_shares_of_batches_or_of_their_own(scales, kind):
+    assert of_shares(scales, 2)[0] == kind
+
+
+@pytest.mark.parametrize(
     ("own", "drawn", "are_drawn"),
     [
         (["ab", "xy"], ["s", "st"], True),
@@ -239,13 +253,17 @@ def test_rows_that_ranks_scale(scales, kind):
         (["ab", "xy"], ["st", "s"], False),  # the other rank draws its own
         (["abcd", "xyzw"], ["s", "st"], False),  # every rank has all rows
         (["ab", "cd"], ["s", "st"], False),
+        (["ab", "xk"], ["s", "st"], "drawn"),  # a row of another step: ranks may shuffle by what they choose
     ],
 )
-def test_rows_that_ranks_draw_themselves(own, drawn, are_drawn):
-    ranks = [{"steps": [{"drawn": [*states]}]} for states in drawn]
-    blame = SimpleNamespace(base={"steps": [{"drawn": ["s"]}]}, many=Run(None, ranks))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", ["drawn", "chosen"])
+def test_rows_that_ranks_draw_themselves(own, drawn, are_drawn, kind):
+    none = {"drawn": [], "chosen": []}
+    ranks = [{"steps": [none | {kind: [*states]}]} for states in drawn]
+    blame = SimpleNamespace(base={"steps": [none | {kind: ["s"]}]}, many=Run(None, ranks))  # type: ignore[arg-type]
     blame._drawn = partial(Blame._drawn, blame)
-    assert Blame._draw_rows(blame, Counter("abcd"), [Counter(rows) for rows in own]) == are_drawn  # type: ignore[arg-type]
+    found = Blame._draw_rows(blame, Counter("abcd"), [Counter(rows) for rows in own], Counter("abcdk"))  # type: ignore[arg-type]
+    assert found == (are_drawn in (True, kind))
 
 
 def test_a_part_with_other_dims_has_no_place():
@@ -365,3 +383,50 @@ def test_what_a_checkpoint_has_no_name_for_was_not_saved():
     step = {"after": {}, "saved": [1.0], "keys": ["optimizer.0.momentum"], "loaded": ["after"]}
     resume = Resume(Run(None, [{"steps": [step, step]}]), 1)  # type: ignore[arg-type]
     assert [resume.kind([0], [], [key]) for key in ("momentum", "rest")] == ["not restored", "not saved"]
+
+
+def sketch_of(*values: float) -> dict:
+    return entry(*values) | {"norm": torch.tensor(values).norm().item(), "placements": ()}
+
+
+@pytest.mark.parametrize(
+    ("others", "is_off"),
+    [((0.01, 0.01), False), ((2e-4, 2e-4), True), ((2e-4, float("inf")), True), ((2e-4, 1e6), True)],
+)
+def test_a_gradient_that_cancels_in_a_step_is_compared_with_what_it_is_in_others(others, is_off):
+    whole, own, bias = sketch_of(2e-4), sketch_of(2e-4 + 2e-8), Place("bias")
+    steps = [{"gradients": {"bias": whole}}, *({"gradients": {"bias": sketch_of(other)}} for other in others)]
+    blame = SimpleNamespace(base={"steps": steps}, places=[{"bias": bias}], _blocks=lambda *_: [])
+    blame.many = SimpleNamespace(step=lambda *_: {"rates": {"bias": {}}})
+    blame._bound, blame._entries = lambda *_: 5e-5, lambda *_: [(0, bias, own, whole)]
+    assert bool(Blame._gradients(blame, 0)) == is_off  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("others", "differs"), [((0.0, 0.0), True), ((0.5, 0.5), False), ((0.0, float("inf")), True), ((0.0, 1e6), True)]
+)
+def test_an_output_that_cancels_is_compared_with_those_of_other_rows(others, differs):
+    usual = {"at": None, "is_flat": False, "dtype": "float32", "features": torch.zeros(1)}
+    whole, near, *rest = (
+        SimpleNamespace(**usual, key=key, tokens=torch.tensor([value]))
+        for key, value in (("a", 2e-4), ("a", 2e-4 + 3.6e-8), *(("b", other) for other in others))
+    )
+    shared = [(0, near, whole), *((0, row, row) for row in rest)]
+    passes = SimpleNamespace(whole={"short": False}, _shared=lambda *_: shared)
+    passes._aligned = lambda _rank, _name, mine, theirs: (mine.tokens, theirs.tokens)
+    assert Passes.pairs(passes, ("head", 1))[0].differs == differs  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "joined"),
+    [
+        (["aa", ".b", "cc"], [False, False, True]),
+        ([".a", "bb", "cc"], [False, True, False]),
+        (["a.", ".b", "c."], [False] * 3),  # models that take turns
+        (["aa..", "..bb", "aa.."], [False] * 3),
+    ],
+)
+def test_a_rank_joins_where_it_takes_a_step_with_one_that_took_the_last(steps, joined):
+    own = [[{"after": {} if keys[rank] == "." else {"w": 1}} for keys in steps] for rank in range(len(steps[0]))]
+    found = [Resume(Run(None, [{"steps": one} for one in own]), n).joined(0) for n in range(len(steps))]  # type: ignore[arg-type]
+    assert found == joined

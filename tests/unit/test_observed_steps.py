@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from meshwright.observation.blame import Blame
+from meshwright.observation.diagnosis import Diagnosis
 from meshwright.observation.patches import before, without_harm
 from meshwright.observation.recorder import Recorder
 from meshwright.observation.traces import NOTHING, Run, left_to_next_turn, matched, of_rounding, places_in, steps_away
@@ -135,3 +137,25 @@ def test_a_note_that_fails_ends_the_recording_and_not_the_script(capsys):
     assert noted(2) == 0.5 and not recorder.closed
     assert noted(0) is None and recorder.closed
     assert "rank 1: nothing is recorded from step 3 on, for ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "reads", "is_so"),
+    [
+        ("ab xy cd ef", False, True),
+        ("ab xy cz ef", False, False),
+        ("ab cy cd ef", False, False),  # a row of this step twice
+        ("ab ab cd ef", False, False),  # those of the first step twice
+        ("ab ef cd gh", False, False),  # two steps in another order
+        ("ab xy cd ef", True, False),  # it was resumed
+    ],
+)
+def test_ranks_that_take_a_step_which_one_process_skips(rows, reads, is_so):
+    def at(step: int) -> Any:
+        mine = [Counter(row) for row in rows.split()[step]]
+        return SimpleNamespace(counts=lambda: (Counter("ab cd ef gh".split()[step]), mine))
+
+    diagnosis = SimpleNamespace(number=1, n=2, base={"steps": [0, 1, 2, 3]}, many=None, places=None)
+    diagnosis.resume = SimpleNamespace(reads=lambda _: reads)
+    with patch("meshwright.observation.diagnosis.Passes", lambda _base, _many, _places, step: at(step)):
+        assert Diagnosis._takes_one_more(diagnosis) == is_so  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ from .traces import (
     relative,
     rows_given,
     steps_away,
+    usual,
     vector,
 )
 
@@ -208,10 +209,8 @@ class Blame:
             if is_others and self._is_small(step, gradients, after):
                 continue
             found = diagnosis.place([] if self._is_in_update(step, gradients, after) else gradients, after)
-            every = range(len(self.many.ranks))
-            return (
-                self._without_twin(step) if diagnosis.is_vague and any(self._drawn(r, step) for r in every) else found
-            )
+            is_drawn = any(self._drawn(rank, step, "drawn") for rank in range(len(self.many.ranks)))
+            return self._without_twin(step) if diagnosis.is_vague and is_drawn else found
         n = len(self.base["steps"][0]["before"])
         counts = (self.n_steps, "step"), (n, "parameter"), (len(self.many.ranks), "process")
         of = ", ".join(f"{n} {word}" + ("es" if word == "process" else "s") * (n > 1) for n, word in counts)
@@ -246,7 +245,7 @@ class Blame:
         whole, first = every[0]
         own = [set(counts) for counts in first if counts]
         are_others = own and all(2 * len(rows - theirs.keys()) > len(rows) for rows in own)
-        if are_others or self._draw_rows(whole, first):
+        if are_others or self._draw_rows(whole, first, theirs):
             again = tuple(rank for rank, counts in enumerate(first) if counts and counts in first[:rank])
             return (0, again) if again and len(set().union(*own)) < len(whole) else (self.n_steps, ())
         for step, (_, ranks) in enumerate(every):
@@ -260,16 +259,18 @@ class Blame:
                 return step, tuple(found)
         return (self.n_steps, ()) if theirs == mine else None
 
-    def _draw_rows(self, whole: Counter[str], own: list[Counter[str]]) -> bool:
+    def _draw_rows(self, whole: Counter[str], own: list[Counter[str]], known: Counter[str]) -> bool:
         """Return whether ranks that share the first step's rows out have others because they draw other numbers."""
         strange = [rank for rank, counts in enumerate(own) if counts.keys() - whole.keys()]
-        are_drawn = bool(strange) and all(self._drawn(rank, 0) for rank in strange)
+        are_new = not any(own[rank].keys() & (known.keys() - whole.keys()) for rank in strange)  # and not shuffled
+        kinds = ("drawn", "chosen") if are_new else ("drawn",)
+        are_drawn = bool(strange) and all(self._drawn(rank, 0, *kinds) for rank in strange)
         return are_drawn and sum(own, Counter()).total() == whole.total()
 
-    def _drawn(self, rank: int, step: int) -> set[str]:
+    def _drawn(self, rank: int, step: int, *kinds: str) -> set[str]:
         """Return the states from which a rank drew numbers outside of models up to a step, and one process did not."""
         runs = self.base["steps"][: step + 1], [self.many.step(rank, n) for n in range(step + 1)]
-        whole, own = ({state for one in steps for state in one["drawn"]} for steps in runs)
+        whole, own = ({state for one in steps for kind in kinds for state in one[kind]} for steps in runs)
         return own - whole
 
     def _without_twin(self, step: int) -> Finding:
@@ -464,8 +465,9 @@ class Blame:
                     found.append(Off(place.name, rank, mine, theirs, float("inf"), place))
                 continue
             mine, theirs = own_part(entry, place), part(reference, place)
-            size = len(theirs) ** 0.5 * total / max(1, sum(map(len, reference["m"]))) ** 0.5
-            error = relative(mine, theirs, 1e-6 * size)
+            share = (len(theirs) / max(1, sum(map(len, reference["m"])))) ** 0.5
+            every = [known["norm"] for one in self.base["steps"] if (known := one["gradients"].get(place.name))]
+            error = relative(mine, theirs, share * max(1e-6 * total, 0.1 * usual(every)))  # less is what cancelled
             if error > self._bound(step, "gradients", place.name, entry["dtype"]) and len(mine):
                 found.append(Off(place.name, rank, mine, theirs, error, place))
         for parts in partial.values():  # DTensors of which ranks have parts of a sum

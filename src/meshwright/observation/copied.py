@@ -97,7 +97,9 @@ class Copied:
         elif any(self._is_short(step, rank, number) for rank in ranks):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
         elif all(relative(o.found, part(self._last(step, n)[o.name], o.place)) < 1e-6 for o, n in off):  # type: ignore[arg-type]
-            is_late = step and len(ranks) == len(self.places)
+            is_late = step and len(ranks) == sum(
+                bool(self.many.step(rank, step)["after"]) for rank in range(len(self.places))
+            )
             kind, why = ("stale value" if is_late else "not updated"), "it is what one process had after the last step"
         return diagnosis.finding(place, ranks, kind, why, "what is kept of the parameters, such as an average, differs")
 

@@ -20,15 +20,15 @@ from .groups import (
     listed,
     meets_strangers,
     sent,
-    steps_in_groups,
     sums_a_copy,
     sums_copies,
     sums_strangers,
     sums_twice,
+    unreduced,
 )
 from .passes import Pair, Passes, factor, is_one, is_permuted
 from .resumes import Resume
-from .row_kinds import of_rows
+from .row_kinds import of_rows, of_shares
 from .settings import changes_alone, has_no_decay, other_rates
 from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
 
@@ -66,6 +66,8 @@ class Diagnosis:
         if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
             if early := self._early():
                 return self.finding(".+", early, "stale value", "rows went forward before the last update")
+            if self._takes_one_more():
+                return self.finding(".+", range(self.n), "missing reduction", "they take a step that one process skips")
             return self.finding(".+", rows.ranks, "wrong rows", rows.words)
         if gradients:
             if (buffer := self._buffer()) is not None:
@@ -84,6 +86,18 @@ class Diagnosis:
         words = f"step {self.number + 1} · {where}: {what or 'it differs'} on {listed(ranks)}{': ' * bool(why)}{why}"
         words += f" · {through}" if ranks and (through := sent(self.passes, place, ranks[0])) else ""
         return Finding("fault", place, self.number + 1, ranks, kind, words)
+
+    def _takes_one_more(self) -> bool:
+        """Return whether ranks have rows of no other step, and in the next one those of this step that they lack."""
+        n_steps = len(self.base["steps"])
+        if not 0 < self.number < n_steps - 1 or any(map(self.resume.reads, range(self.n))):
+            return False
+        every = [Passes(self.base, self.many, self.places, step).counts() for step in range(n_steps)]
+        own = [set().union(*mine) for _, mine in every]
+        lacking = every[self.number][0].keys() - own[self.number]
+        others = [rows for step, (rows, _) in enumerate(every) if step != self.number]
+        is_new = own[self.number].isdisjoint(set().union(*others, *own[: self.number]))
+        return bool(lacking) and lacking == own[self.number + 1] and is_new
 
     def _early(self) -> list[int]:
         """List the ranks that gave this step's missing rows to the model in the last step."""
@@ -341,7 +355,7 @@ class Diagnosis:
             return "not saved", "parameters are right, and something else was lost when the run was resumed", ranks
         if self.number and any(self._stale(o, last) for o in finite):
             return "stale value", "the last step's is in it", ranks
-        if (word := self._unreduced(finite)) is not None:
+        if (word := unreduced(self.passes, finite, self.bound)) is not None:
             return *word, ranks
         if (other := self._of_another(finite)) is not None:
             return "wrong order", f"{finite[0].name} has that of {other}", ranks
@@ -352,10 +366,10 @@ class Diagnosis:
         holders = [sum(o.name in {p.name for p in placed.values()} for placed in self.places) for o in finite]
         scales = self.passes.loss_scales()
         is_one_loss = None in scales and self._have_the_same_rows()
-        shares = not is_one_loss and not is_one(scales)
+        shares = bool(scales) and not is_one_loss and not is_one(scales)
         if max(holders) == 1 < self.n:  # stages of a pipeline: there is nothing to reduce
             if everywhere:
-                why = "rows count by other shares of the loss" if scales and shares else "not by one factor"
+                why = "rows count by other shares of the loss" if shares else "not by one factor"
                 return "wrong scale", why, ranks
             if (wrong := self.passes.given_back(ranks)) is not None:
                 return wrong
@@ -374,7 +388,7 @@ class Diagnosis:
         if is_one_loss or (scales and not any(scales)):
             return "missing reduction", "each rank takes the loss of what it has alone", ranks
         if shares:
-            return "wrong scale", "rows count by other shares of the loss", ranks
+            return *of_shares(scales, self.n), ranks
         bigger = sum(float(o.found.norm()) for o in finite) > sum(float(o.whole.norm()) for o in finite)  # type: ignore[union-attr]
         kind, why = ("double", "some of it counts again") if bigger else ("missing", "some of it lacks")
         return f"{kind} reduction", why, ranks
@@ -421,45 +435,6 @@ class Diagnosis:
             if o.found is not None and o.place is not None:
                 by_name[o.name, o.place.key].append(o.found)
         return any(relative(t, parts[0]) > 1e-4 for parts in by_name.values() for t in parts[1:])
-
-    def _unreduced(self, off: Sequence[Off]) -> tuple[str, str] | None:
-        """Recognise gradients that are some ranks' parts of a sum, or mixtures of what belongs to several places."""
-        own: dict[Any, dict[tuple[int, str], Tensor]] = defaultdict(dict)
-        for rank in range(self.n):
-            for name, entry in self.own[rank]["gradients"].items():
-                place = self.places[rank].get(name)
-                if place is not None and entry is not None and place.offset is None:
-                    own[place.name, place.key][rank, name] = own_part(entry, place)
-        wholes = {(o.name, o.place.key): o.whole for o in off if o.place is not None and o.whole is not None}
-        words, n_sets = set(), len({frozenset(counts) for counts in self.passes.counts()[1]})
-        for key, whole in wholes.items():
-            parts = own[key]
-            distinct: list[Tensor] = []
-            for t in parts.values():
-                if all(relative(t, other) > max(1e-4, self.bound / 10) for other in distinct):
-                    distinct.append(t)
-            if len(distinct) < 2:
-                others = [ts.values() for other, ts in own.items() if other[0] == key[0] and other != key]
-                mixed = any(relative(t, other) < self.bound for t in distinct for ts in others for other in ts)
-                words.add("mixed" if mixed else "")
-                continue
-            total = factor(torch.stack(distinct).sum(0), whole, self.bound)
-            holders = {rank for rank, _ in parts}
-            alone = [self.passes.held[a] & self.passes.held[b] for a in holders for b in holders if a < b]
-            tied = len({name for _, name in parts}) > 1 or any(len(shared) == 1 for shared in alone)
-            in_groups = 1 < len(distinct) < max(len(parts), n_sets)
-            words.add("" if total is None else "tie" if tied else "group" if in_groups else "sum")
-        if words == {"tie"}:
-            return "tie broken", "two parameters are one in one process, and each has its own part of the gradient"
-        if words == {"sum"} and steps_in_groups(self.passes, {name for name, _ in wholes}):
-            return "wrong group", "groups of ranks take steps of their own"
-        if words == {"sum"}:
-            return "missing reduction", "each rank has its own part of the sum"
-        if words == {"mixed"}:
-            return "wrong group", "ranks with different shards have the same gradient"
-        if words and words <= {"sum", "group"}:
-            return "wrong group", "groups of ranks have their own parts of the sum"
-        return None
 
     def _copies_of_one(self, off: Sequence[Off]) -> tuple[str, str] | None:
         """Name a parameter of one process that is two on a rank, and those, if its gradient is another."""

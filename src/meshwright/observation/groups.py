@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-from .passes import Passes
-from .traces import rows_given, vector
+import torch
+from torch import Tensor
+
+from .findings import Off
+from .passes import Passes, factor
+from .traces import own_part, relative, rows_given, vector
 
 
 def listed(ranks: list[int] | tuple[int, ...]) -> str:
@@ -147,3 +153,48 @@ def _numbers(step: dict[str, Any]) -> list[dict[str, Any]]:
     """List the collectives of one number before the first that sends gradients."""
     first = next((n for n, e in enumerate(step["sent"]) if e["of"] or e["phase"] == "backward"), 0)
     return [event for event in step["sent"][:first] if len(event["values"]) == 1]
+
+
+def unreduced(passes: Passes, off: Sequence[Off], bound: float) -> tuple[str, str] | None:
+    """Recognise gradients that are some ranks' parts of a sum, or mixtures of what belongs to several places."""
+    own: dict[Any, dict[tuple[int, str], Tensor]] = defaultdict(dict)
+    for rank in range(len(passes.own)):
+        for name, entry in passes.own[rank]["gradients"].items():
+            place = passes.places[rank].get(name)
+            if place is not None and entry is not None and place.offset is None:
+                own[place.name, place.key][rank, name] = own_part(entry, place)
+    wholes = {(o.name, o.place.key): o.whole for o in off if o.place is not None and o.whole is not None}
+    rows = [frozenset(counts) for counts in passes.counts()[1]]
+    words = set()
+    for key, whole in wholes.items():
+        parts = own[key]
+        distinct: list[Tensor] = []
+        for t in parts.values():
+            if all(relative(t, other) > max(1e-4, bound / 10) for other in distinct):
+                distinct.append(t)
+        if len(distinct) < 2:
+            others = [ts.values() for other, ts in own.items() if other[0] == key[0] and other != key]
+            mixed = any(relative(t, other) < bound for t in distinct for ts in others for other in ts)
+            words.add("mixed" if mixed else "")
+            continue
+        total = factor(torch.stack(distinct).sum(0), whole, bound)
+        holders = {rank for rank, _ in parts}
+        alone = [passes.held[a] & passes.held[b] for a in holders for b in holders if a < b]
+        # a first stage, and another, which is given no rows
+        stages = {bool(rows[rank]) for rank in holders} == {True, False} and any(
+            passes.held[a] != passes.held[b] for a in holders for b in holders
+        )
+        tied = len({name for _, name in parts}) > 1 or any(len(shared) == 1 for shared in alone) or stages
+        in_groups = 1 < len(distinct) < max(len(parts), len({*rows}))
+        words.add("" if total is None else "tie" if tied else "group" if in_groups else "sum")
+    if words == {"tie"}:
+        return "tie broken", "two parameters are one in one process, and each has its own part of the gradient"
+    if words == {"sum"} and steps_in_groups(passes, {name for name, _ in wholes}):
+        return "wrong group", "groups of ranks take steps of their own"
+    if words == {"sum"}:
+        return "missing reduction", "each rank has its own part of the sum"
+    if words == {"mixed"}:
+        return "wrong group", "ranks with different shards have the same gradient"
+    if words and words <= {"sum", "group"}:
+        return "wrong group", "groups of ranks have their own parts of the sum"
+    return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .traces import INPUT, Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of
+from .traces import INPUT, Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of, usual
 
 ROUNDING = {"float64": 1e-7, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Least relative error by dtype that is no rounding; traces hold float32."""
@@ -35,10 +35,12 @@ class Pair:
     rounding: float = 5e-5
     features: tuple[Tensor, Tensor] | None = None
     """Both rows by feature, where all tokens of both are there."""
+    least: float = 1e-6
+    """Size of what is compared, at least; a tenth of what rows have, since less is what is left of sums that cancel."""
 
     @property
     def error(self) -> float:
-        return relative(self.found, self.whole, 1e-6)
+        return relative(self.found, self.whole, self.least)
 
     @property
     def differs(self) -> bool:
@@ -301,7 +303,8 @@ class Passes:
                 is_whole = len(row.tokens) == len(there.tokens) and len(row.features) == len(there.features)
                 by_feature = (row.features, there.features) if is_whole else None
                 found.append(Pair(rank, row.key, *values, (row.dtype, there.dtype), least, by_feature))
-        return found
+        least = max(1e-6, 0.1 * usual(float(pair.whole.double().norm()) for pair in found))
+        return [replace(pair, least=least) for pair in found]
 
     def is_another(self, rank: int, name: str) -> bool:
         """Return whether a rank's module is not one process's of that name: a stage, or what stands in for a module."""

@@ -20,6 +20,8 @@ ATTENTION = "scaled_dot_product_attention"
 NO_KEY = -1e4
 """Least number added to a score that leaves a key in sight."""
 DRAWS = ("rand", "rand_like", "randn", "randn_like", "bernoulli")
+CHOICES = ("randint", "multinomial")
+"""Draws of what has no mean: they are noted outside of models, where rows are made."""
 
 
 def before(home: Any, name: str, note: Any) -> None:
@@ -122,6 +124,16 @@ def instead(home: Any, name: str, recorder: Any) -> None:
         return given["input"] if name in DROPOUTS else expected(found)
 
     setattr(home, name, drawn)
+
+
+def note_draws(recorder: Any, quiet: Any) -> None:
+    """Have torch's functions that draw random numbers note their generators' states."""
+    functional = torch.nn.functional
+    for home, names in ((functional, (*DROPOUTS, ATTENTION)), (torch, DRAWS)):
+        for name in names:
+            instead(home, name, recorder)
+    for name in CHOICES:
+        before(torch, name, quiet(lambda *_, generator=None, **options: recorder.drew_outside(generator, "chosen")))
 
 
 @torch.no_grad()

@@ -28,14 +28,12 @@ from meshwright.observation.collectives import MOST_COLLECTIVES, describe, note_
 from meshwright.observation.copies import Copies
 from meshwright.observation.patches import (
     ATTENTION,
-    DRAWS,
-    DROPOUTS,
     after,
     before,
     count_keys,
-    instead,
     keep_identity,
     note_compilation,
+    note_draws,
     without_harm,
 )
 from meshwright.observation.pieces import Piece, is_short, pieces_of, record, walk, wrapped_under
@@ -101,7 +99,7 @@ class Recorder:
 
     def new(self) -> dict[str, Any]:
         lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
-        lists += "copies", "drawn"
+        lists += "copies", "drawn", "chosen"
         maps = "gradients", "before", "after", "state", "rates", "again"
         return dict.fromkeys(("short", "unseen"), False) | {key: [] for key in lists} | {key: {} for key in maps}
 
@@ -354,10 +352,10 @@ class Recorder:
         self.now["draws"].append(draw)
         return draw
 
-    def drew_outside(self, generator: torch.Generator | None) -> None:
+    def drew_outside(self, generator: torch.Generator | None, what: str = "drawn") -> None:
         """Note the state of a generator that is about to draw for rows, or for anything else outside of a model."""
-        if not self.closed and not self.stack and len(self.now["drawn"]) < MOST_TARGETS:
-            self.now["drawn"].append(state_of(generator))
+        if not self.closed and not self.stack and len(self.now[what]) < MOST_TARGETS:
+            self.now[what].append(state_of(generator))
 
     def kept(self, norms: str, names: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Note the norms of the tensors, and the names, in what is written to a file or taken as a state."""
@@ -579,8 +577,7 @@ def install() -> None:
     keep_identity(functional, ATTENTION)
     if cuts:
         count_keys(recorder)
-    for home, name in (*((functional, name) for name in (*DROPOUTS, ATTENTION)), *((torch, name) for name in DRAWS)):
-        instead(home, name, recorder)
+    note_draws(recorder, quiet)
     before(torch, "save", quiet(partial(recorder.kept, "saved", "keys")))
     before(torch, "load", quiet(recorder.loaded))
     after(torch.autograd, "grad", quiet(recorder.gave))

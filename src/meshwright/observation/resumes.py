@@ -18,9 +18,10 @@ class Resume:
         self.many, self.number = many, step
 
     def joined(self, rank: int) -> bool:
-        """Return whether this is the first step of a rank and not of the run."""
-        before, now = self.number and self.many.step(rank, self.number - 1), self.many.step(rank, self.number)
-        return bool(before) and not before["after"] and bool(now["after"])
+        """Return whether a rank takes this step with one that took the last, too, as it did not."""
+        every = range(len(self.many.ranks))
+        before, here = ([bool(self.many.step(r, n)["after"]) for r in every] for n in (self.number - 1, self.number))
+        return self.number > 0 and here[rank] and not before[rank] and any(map(min, before, here))
 
     def reads(self, rank: int) -> bool:
         """Return whether a rank read a file, or joined, just before the step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .findings import near
@@ -29,6 +31,17 @@ def of_rows(passes: Passes, off: list[Pair], every: list[Pair]) -> tuple[str, st
     if all(pair.is_permuted for pair in off):
         return "wrong order", "the same numbers in another order"
     return None
+
+
+def of_shares(scales: Sequence[float | None], n: int) -> tuple[str, str]:
+    """Say what it tells that rows of ``n`` ranks count by other shares of the loss: a batch's have theirs in common."""
+    apart: list[float | None] = []
+    for scale in scales:
+        if scale is None or not any(other is not None and abs(scale - other) < 1e-2 * abs(other) for other in apart):
+            apart.append(scale)
+    if len(scales) <= n or 2 * len(apart) <= len(scales):
+        return "wrong scale", "rows count by other shares of the loss"
+    return "missing reduction", "each row counts by a share of its own: losses depend on other rows"
 
 
 def _of_statistics(off: list[Pair]) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from math import hypot
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ CLOSE = 1e-4
 
 NOTHING: dict[str, Any] = {
     **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
-    **{key: [] for key in ("names", "loaded", "copies", "drawn")},
+    **{key: [] for key in ("names", "loaded", "copies", "drawn", "chosen")},
     **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
     "short": False,
     "unseen": False,
@@ -247,6 +250,11 @@ def relative(found: Tensor, reference: Tensor, least: float = 0.0) -> float:
     below = max(float(reference.double().norm()), least, 1e-300)
     error = float((found.double() - reference.double()).norm()) / below
     return error if error == error else float("inf")
+
+
+def usual(sizes: Iterable[float]) -> float:
+    """Return the median of the finite ones; 0 where there is none."""
+    return median([size for size in sizes if math.isfinite(size)] or [0.0])
 
 
 def is_along(off: Tensor, *directions: Tensor) -> bool:
