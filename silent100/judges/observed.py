@@ -62,8 +62,9 @@ def forked(action: Callable[[], object], printed: Path | None = None) -> int:
         traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
-    gc.collect()  # closes files
+    if (names := vars(sys.modules["__main__"])) is not globals():
+        names.clear()
+        gc.collect()  # closes files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
