@@ -20,10 +20,10 @@ from .scorer import ask_all, plain, table
 
 HERE = Path(__file__).parent
 BESIDE = {
-    "losses-1e-2": ["losses", "--bound", "1e-2"],
-    "losses-1e-4": ["losses", "--bound", "1e-4"],
-    "norms": ["losses", "--word", "norm", "--bound", "1e-4"],
-    "checksums": ["checksums"],
+    "losses-1e-2": ["losses", "--bound", "1e-2", "--serve"],
+    "losses-1e-4": ["losses", "--bound", "1e-4", "--serve"],
+    "norms": ["losses", "--word", "norm", "--bound", "1e-4", "--serve"],
+    "checksums": ["checksums", "--serve"],
     "meshwright": ["observed", "--serve"],
     "traincheck": ["traincheck"],
     "spmd-types": ["spmd_types"],

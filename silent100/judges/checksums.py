@@ -5,48 +5,41 @@ A tensor's checksum is its sum of squares, so shards add up to the whole; replic
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import os
-import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from forks import finish, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from silent100.states import read_states
 
 
-def final(command: str) -> dict[str, float]:
+@functools.cache
+def final(command: str, keep: str) -> dict[str, float]:
     """Run a command that saves its state; return checksums by name, over all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*shlex.split(command), "--save", folder]
-        subprocess.run(words, capture_output=True, env={"OMP_NUM_THREADS": "1"} | os.environ)
-        pieces: dict[tuple[str, int], list[float]] = {}
-        for state in read_states(Path(folder)):
-            for piece, tensor in state.items():
-                pieces.setdefault(piece, []).append(float(tensor.double().square().sum()))
+    folder = tempfile.mkdtemp(dir=keep)
+    finish(f"{command} --save {folder}", folder, os.devnull)
+    pieces: dict[tuple[str, int], list[float]] = {}
+    for state in read_states(Path(folder)):
+        for piece, tensor in state.items():
+            pieces.setdefault(piece, []).append(float(tensor.double().square().sum()))
     found: dict[str, float] = {}
     for (name, _), copies in pieces.items():
         found[name] = found.get(name, 0.0) + sum(copies) / len(copies)
     return found
 
 
-def main() -> None:
-    """Print the first parameter whose checksum differs by more than a bound."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--one")
-    parser.add_argument("--many")
-    parser.add_argument("--keep")
-    parser.add_argument("--bound", type=float, default=1e-5)
-    given = parser.parse_args()
-    one, many = final(given.one), final(given.many)
-    off = [name for name in one if name in many and not abs(many[name] - one[name]) <= given.bound * one[name]]
-    answer = {"verdict": "fault", "place": off[0] if len(off) < len(one) else ".+"} if off else {"verdict": "sound"}
-    print(json.dumps(answer))
+def asked(one: str, many: str, keep: str, bound: float = 1e-5) -> dict[str, Any]:
+    """Answer with the first parameter whose checksum differs by more than a bound."""
+    theirs, mine = final(one, keep), final(many, keep)
+    off = [name for name in theirs if name in mine and not abs(mine[name] - theirs[name]) <= bound * theirs[name]]
+    return {"verdict": "fault", "place": off[0] if len(off) < len(theirs) else ".+"} if off else {"verdict": "sound"}
 
 
 if __name__ == "__main__":
-    main()
+    serve(asked)

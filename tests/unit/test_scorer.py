@@ -179,10 +179,10 @@ def test_a_judge_that_serves_is_started_once_and_again_where_it_ended_or_gave_no
 FORKS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import observed
-script = sys.argv[2]
-child = observed.forked(lambda: observed.train(script, ["word"], dict(os.environ)))
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+import forks
+for script in sys.argv[2:]:
+    child = forks.forked(lambda: forks.train(script, ["word"], dict(os.environ)))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 PLAIN = """
 import atexit, subprocess, sys
@@ -200,11 +200,14 @@ sys.exit("no more")
 
 def test_a_fork_runs_a_script_as_python_does(tmp_path: Path):
     (tmp_path / "plain.py").write_text(PLAIN)
-    words = [str(ROOT / "silent100" / "judges"), str(tmp_path / "plain.py")]
+    (tmp_path / "wrong.py").write_text("raise ValueError('no rows')")
+    words = [str(ROOT / "silent100" / "judges"), str(tmp_path / "plain.py"), str(tmp_path / "wrong.py")]
     site, settings = ROOT / "src" / "meshwright" / "observation" / "site", {"folder": str(tmp_path / "trace")}
     environment = os.environ | {"MESHWRIGHT_OBSERVE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "src")])
     done = subprocess.run([sys.executable, "-c", FORKS, *words], env=environment, capture_output=True, text=True)
-    assert done.stdout.split("\n") == ["<class 'int'> ['word'] __main__", "shell", "", "at exit", "1", ""], done.stderr
-    assert done.stderr.endswith("no more\n")
+    assert done.stdout.split("\n") == ["<class 'int'> ['word'] __main__", "shell", "", "at exit", "1", "1", ""], (
+        done.stderr
+    )
+    assert "no more\n" in done.stderr and done.stderr.endswith("ValueError: no rows\n")
     assert [(tmp_path / f"plain.py.{name}").read_text() for name in ("left", "kept")] == ["left open", "kept open"]
