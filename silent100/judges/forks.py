@@ -34,6 +34,8 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"  # as observe has it, before to
 import torch.distributed as dist
 
 START = subprocess.run
+LONGEST = 120.0
+"""Seconds for a script, many times what a case needs: torch may hang at its end, in the destructor of a group."""
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -141,22 +143,24 @@ def run(command: list[str], env: dict[str, str] | None = None, **rest: Any) -> s
     return subprocess.CompletedProcess(command, failed)
 
 
-def ended(children: Sequence[int]) -> None:
-    """Wait for forks that print elsewhere; end them and theirs where this process is to end."""
+def ended(children: Sequence[int], seconds: float = float("inf")) -> None:
+    """Wait for forks that print elsewhere; end them and theirs after some time, or where this process is to end."""
+    left, end = set(children), time.monotonic() + seconds
     try:
-        for child in children:
-            os.waitpid(child, 0)
-    except KeyboardInterrupt:
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
+        while left and time.monotonic() < end:
+            left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
+            time.sleep(0.01)
+    finally:
+        for child in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.killpg(child, signal.SIGKILL)
-        raise
+                os.waitpid(child, 0)
 
 
 def finish(command: str, folder: str, printed: str) -> None:
-    """Run a command in a folder to its end; what it prints goes to a file."""
+    """Run a command in a folder to its end, or for ``LONGEST``; what it prints goes to a file."""
     words = shlex.split(command)
-    ended([forked(lambda: (os.chdir(folder), run(words, dict(os.environ))), Path(printed))])
+    ended([forked(lambda: (os.chdir(folder), run(words, dict(os.environ))), Path(printed))], LONGEST)
 
 
 def serve(asked: Callable[..., dict[str, Any]]) -> NoReturn:

@@ -1,15 +1,16 @@
 """``observe`` and ``blame`` on a script that knows nothing of meshwright: sound layouts, and one fault at a time."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.followed import found_in
+from support.served import Meshwright
 
 from meshwright.observation.traces import Run
 
@@ -39,15 +40,22 @@ FAULTS = [
 ]
 
 
+served = Meshwright()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    served.close()
+
+
 def observe(folder: Path, command: list[str], *flags: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*MESHWRIGHT, "observe", str(folder), *flags, "--", *command]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = served.run(["observe", folder, *flags, "--", *command])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def blame(*words: object) -> dict:
-    done = subprocess.run([*MESHWRIGHT, "blame", *map(str, words), "--json"], capture_output=True, text=True)
+    done = served.run(["blame", *words, "--json"])
     found = json.loads(done.stdout)
     assert done.returncode == (found["verdict"] == "fault"), done.stderr
     return found
@@ -75,7 +83,7 @@ def test_a_sound_layout_is_equal_to_one_process(axis: str, alone: tuple[Path, Pa
         assert sent[0]["values"][0] > 1  # the number of labels
     else:
         assert not gradients and inside == {f"layers.{n}.{part}" for n in range(3) for part in ("attn", "mlp")}
-    turned = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "many", one], capture_output=True, text=True)
+    turned = served.run(["blame", tmp_path / "many", one])
     assert (
         turned.returncode == 2 and "is a trace of 2 processes: blame takes that of one process first" in turned.stderr
     )
@@ -155,7 +163,7 @@ for step in range(2):
 def test_what_has_no_place_in_one_process_is_never_called_equal(alone: tuple[Path, Path], tmp_path: Path):
     for last in (3, 5):
         observe(tmp_path / f"other{last}", [sys.executable, "-c", OTHER.format(last=last)])
-    done = subprocess.run([*MESHWRIGHT, "blame", alone[0], tmp_path / "other3"], capture_output=True, text=True)
+    done = served.run(["blame", alone[0], tmp_path / "other3"])
     assert done.returncode == 2 and "none of the 4 parameters of rank 0 is one of" in done.stderr
     assert blame(tmp_path / "other3", tmp_path / "other3")["unknown"] == []
     found = blame(tmp_path / "other3", tmp_path / "other5")
@@ -264,16 +272,13 @@ def test_odd_scripts_get_a_sentence(change: dict, flags: list[str], words: str, 
     observe(tmp_path / "many", [sys.executable, "-c", LOOP.format(**(USUAL | change))])
     one = tmp_path / "many" if "models" in change else usual
     noisy = [*flags, str(tmp_path / "many")] if flags else []
-    done = subprocess.run(
-        [*MESHWRIGHT, "blame", one, tmp_path / "many", *noisy], capture_output=True, text=True, timeout=300
-    )
+    done = served.run(["blame", one, tmp_path / "many", *noisy])
     assert re.search(words, (done.stdout + done.stderr).replace("\n", " ")), done.stdout + done.stderr
 
 
 def test_a_process_that_ends_at_once_leaves_its_steps(usual: Path, tmp_path: Path):
     command = [sys.executable, "-c", LOOP.format(**(USUAL | {"after": "sys.stdout.flush(); os._exit(0)"}))]
-    words = [*MESHWRIGHT, "observe", str(tmp_path / "many"), "--", *command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    done = served.run(["observe", tmp_path / "many", "--", *command])
     assert done.returncode == 0 and "rank 0 ended by os._exit or a signal" in done.stdout, done.stdout
     assert blame(usual, tmp_path / "many")["verdict"] == "sound"
 
@@ -301,7 +306,8 @@ for step in range(2):
 
 def test_scripts_of_libraries_are_observed(tmp_path: Path):
     """Some ask whether there is a torch before they import it; DDP gives unused outputs no gradient."""
-    observe(tmp_path / "asks", [sys.executable, "-c", ASKS + OTHER.format(last=3)])
+    words = [*MESHWRIGHT, "observe", tmp_path / "asks", "--", sys.executable, "-c", ASKS + OTHER.format(last=3)]
+    subprocess.run(words, check=True, timeout=300)
     observe(tmp_path / "sink", [sys.executable, "-c", SINK, str(tmp_path / "store")])
     for name in ("asks", "sink"):
         assert blame(tmp_path / name, tmp_path / name)["verdict"] == "sound"
@@ -310,7 +316,7 @@ def test_scripts_of_libraries_are_observed(tmp_path: Path):
 def test_parameters_without_numbers_are_refused(usual: Path, tmp_path: Path):
     words = LOOP.format(**USUAL).replace("Linear(4, 8)", "Linear(0, 0)").replace("Linear(8, 4)", "Linear(0, 0)")
     observe(tmp_path / "empty", [sys.executable, "-c", words.replace("x = ", "x = torch.ones(2, 0) #")])
-    done = subprocess.run([*MESHWRIGHT, "blame", usual, tmp_path / "empty"], capture_output=True, text=True)
+    done = served.run(["blame", usual, tmp_path / "empty"])
     assert done.returncode == 2 and "hold no numbers between the passes of a step" in done.stderr
 
 
@@ -451,7 +457,7 @@ def test_passes_inside_transforms_are_compared_and_get_no_verdict_where_they_dif
     for seed in ("1", "2"):
         observe(tmp_path / seed, [sys.executable, "-c", IN_TRANSFORMS, seed])
     assert blame(tmp_path / "1", tmp_path / "1")["verdict"] == "sound"
-    done = subprocess.run([*MESHWRIGHT, "blame", tmp_path / "1", tmp_path / "2"], capture_output=True, text=True)
+    done = served.run(["blame", tmp_path / "1", tmp_path / "2"])
     assert done.returncode == 2 and "run inside torch.func" in done.stderr, done.stdout
 
 

@@ -211,3 +211,24 @@ def test_a_fork_runs_a_script_as_python_does(tmp_path: Path):
     )
     assert "no more\n" in done.stderr and done.stderr.endswith("ValueError: no rows\n")
     assert [(tmp_path / f"plain.py.{name}").read_text() for name in ("left", "kept")] == ["left open", "kept open"]
+
+
+HUNG = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import forks
+forks.LONGEST = 1.0
+for launch in ([sys.executable], [*forks.LAUNCH, "2"]):
+    forks.finish(" ".join([*launch, sys.argv[2]]), sys.argv[3], sys.argv[4])
+    print(open(sys.argv[4]).read(), flush=True)
+"""
+
+
+def test_a_script_that_never_ends_is_judged_by_what_it_printed(tmp_path: Path):
+    (tmp_path / "hung.py").write_text("import time\nprint('step 1 loss 2.5', flush=True)\ntime.sleep(600)\n")
+    judges, printed = ROOT / "silent100" / "judges", tmp_path / "printed.txt"
+    words = [judges, tmp_path / "hung.py", tmp_path, printed]
+    done = subprocess.run(
+        [sys.executable, "-c", HUNG, *map(str, words)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split("\n") == ["step 1 loss 2.5", "", *["step 1 loss 2.5"] * 2, "", ""], done.stderr
