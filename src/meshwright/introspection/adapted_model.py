@@ -107,21 +107,6 @@ def rewritten(config: Any, model: nn.Module, names: Iterable[str]) -> list[str]:
     return found
 
 
-# --- find parameters that hold one matrix for each expert, beside which peft can put adapters
-
-
-def stacked_parameters(model: nn.Module) -> tuple[str, ...]:
-    """List the names of a model's parameters of three dims inside its blocks, but those of torch's own modules."""
-    blocks = repeated_blocks(model)
-    return tuple(
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.nn.") and any(is_within(path, block) for block in blocks)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3
-    )
-
-
 # --- build a model with adapters
 
 SHOWN = 6
@@ -214,8 +199,14 @@ def put_adapters(model: nn.Module, adapters: Adapters, where: str = "adapters") 
             near = nearest(text, sorted({path.rpartition(".")[2] for path in paths}))
             raise ConfigError(f"{where}.modules_to_save: '{text}' matches no module of {type(model).__name__}.{near}")
         kept |= dict.fromkeys(hits)
-    _refuse_tied(model, targets, f"{where}.targets")
-    _refuse_tied(model, kept, f"{where}.modules_to_save")
+    groups = tied_modules(model)
+    for path, key in (*((path, "targets") for path in targets), *((path, "modules_to_save") for path in kept)):
+        if group := next((group for group in groups if any(is_within(tied, path) for tied in group)), None):
+            raise ConfigError(
+                f"{where}.{key}: {path} shares its weight with {', '.join(tied for tied in group if tied != path)}, and"
+                f" trained alone it would no longer be the same. Leave it out, or untie the weights"
+                f" (tie_word_embeddings of the model's config)"
+            )
     both = [path for path in kept if any(is_within(target, path) for target in (*targets, *parameters))]
     if both:
         raise ConfigError(f"{where}: {both[0]} is trained whole (modules_to_save), and targets too: leave out one")
@@ -264,7 +255,14 @@ def matched_layers(model: nn.Module, targets: Iterable[str], where: str) -> tupl
         for path, module in model.named_modules()
         if (isinstance(module, nn.Linear | nn.Embedding) or _is_transposed(module))
     ]
-    blocks, stacked = repeated_blocks(model), stacked_parameters(model)
+    blocks = repeated_blocks(model)
+    stacked = [  # one matrix for each expert, inside the blocks, but those of torch's own modules
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.") and any(is_within(path, block) for block in blocks)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
     found: set[str] = set()
     for target in targets:
         if target == ALL_LINEAR:
@@ -332,15 +330,3 @@ def _is_transposed(module: nn.Module) -> bool:
     """Return whether a module is the linear layer of transformers that stores its weight as (in, out)."""
     loaded = sys.modules.get("transformers.pytorch_utils")
     return loaded is not None and isinstance(module, loaded.Conv1D)
-
-
-def _refuse_tied(model: nn.Module, paths: Iterable[str], where: str) -> None:
-    groups = tied_modules(model)
-    for path in paths:
-        group = next((group for group in groups if any(is_within(tied, path) for tied in group)), None)
-        if group is not None:
-            raise ConfigError(
-                f"{where}: {path} shares its weight with {', '.join(tied for tied in group if tied != path)}, and"
-                f" trained alone it would no longer be the same. Leave it out, or untie the weights"
-                f" (tie_word_embeddings of the model's config)"
-            )

@@ -41,6 +41,13 @@ def watching(
         yield
 
 
+@contextmanager
+def tracking(modules: Iterable[tuple[str, nn.Module]], running: list[str]) -> Iterator[None]:
+    """Keep in ``running`` the paths of the modules whose forwards run, the innermost last."""
+    with watching(modules, lambda path, *_: running.append(path), lambda *_: (running.pop(), None)[1]):
+        yield
+
+
 @dataclass(frozen=True)
 class Call:
     """One recorded call of a module, which holds the tensors themselves for identity checks."""

@@ -177,9 +177,8 @@ class _Operation:
 
     def _carried(self, metas: Any) -> Any:
         """Note the operator and return what it gives, or say what it does that cannot be carried."""
-        name = self.name
+        name, x = self.name, self.first
         if name in ("view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze"):
-            x = self.first
             same_rows = math.prod(metas.shape[:-1]) == math.prod(x.shape if x.dropped else x.shape[:-1])
             if x.dropped and self.name == "unsqueeze" and metas.dim() == x.dim() + 1 and metas.shape[-1] == 1:
                 return self._note(metas, x.columns, False, (Value(x.place),), {}, torch.ops.aten.alias.default)
@@ -190,7 +189,22 @@ class _Operation:
                 return self._note(metas, None, False, args, {}, torch.ops.aten.expand.default)
             return f"{self.name} to {tuple(metas.shape)}"
         if name in ("slice", "select"):
-            return self._columns(metas)
+            if name == "slice" and metas.shape == x.shape:
+                return self._note(metas, x.columns, x.dropped, (Value(x.place),), {}, torch.ops.aten.alias.default)
+            if x.dropped or (self.args[1] if len(self.args) > 1 else 0) % x.dim() != x.dim() - 1:
+                return f"{name} of tokens"
+            held = range(x.shape[-1]) if x.columns is None else x.columns
+            if name == "select":
+                chosen = held[list(self.args)[2]]
+                kept = range(chosen, chosen + 1)
+            else:
+                start, end, step = [*self.args[2:], None, None, None][:3]
+                kept = held[start:end:step]
+            if x.columns is not None:
+                return self._note(metas, kept, name == "select", (Value(x.place), x.columns, kept), {}, columns_of)
+            begins, step = held.index(kept.start) if kept else 0, kept.step
+            args = (Value(x.place), -1, begins, begins + len(kept) * step, step)
+            return self._note(metas, None, name == "select", args, {}, torch.ops.aten.slice.Tensor)
         if torch.Tag.pointwise in self.operator.tags or name in POINTWISE:
             return self._pointwise(metas)
         if name in ("index_put_", "index_put", "_index_put_impl_", "index_fill_", "index_fill", "index"):
@@ -198,27 +212,6 @@ class _Operation:
         if name in OVER_COLUMNS or name in ("cat", "constant_pad_nd", "mm", "addmm"):
             return self._over_columns(metas)
         return name
-
-    def _columns(self, metas: Tensor) -> Any:
-        x = self.first
-        dim = (self.args[1] if len(self.args) > 1 else 0) % x.dim()
-        if self.name == "slice" and metas.shape == x.shape:
-            return self._note(metas, x.columns, x.dropped, (Value(x.place),), {}, torch.ops.aten.alias.default)
-        if x.dropped or dim != x.dim() - 1:
-            return f"{self.name} of tokens"
-        held = range(x.shape[-1]) if x.columns is None else x.columns
-        if self.name == "select":
-            chosen = held[list(self.args)[2]]
-            kept = range(chosen, chosen + 1)
-        else:
-            start, end, step = [*self.args[2:], None, None, None][:3]
-            kept = held[start:end:step]
-        if x.columns is None:
-            where_, step = held.index(kept.start) if kept else 0, kept.step
-            args = (Value(x.place), -1, where_, where_ + len(kept) * step, step)
-            return self._note(metas, None, self.name == "select", args, {}, torch.ops.aten.slice.Tensor)
-        args = (Value(x.place), x.columns, kept)
-        return self._note(metas, kept, self.name == "select", args, {}, columns_of)
 
     def _pointwise(self, metas: Tensor) -> Any:
         shape = max(self.deferred, key=lambda value: (math.prod(value.shape), value.columns is not None))

@@ -295,7 +295,13 @@ class LogitsTape:
 
     def shown(self, logits: DeferredLogits) -> tuple[str, ...]:
         """Return the operators that change the logits, in order, in words."""
-        return tuple(_words(step) for step in self._needed(logits.place) if _words(step))
+        found = []
+        for step in self._needed(logits.place):
+            name = "" if step.operator is columns_of else schema_of(step.operator).name.partition("::")[2]
+            if name not in ("", "alias", "detach", "clone", "_to_copy", "slice"):
+                listed = [str(value) for value in step.args if isinstance(value, (int, float, bool))]
+                found.append(f"{name}({', '.join(listed)})" if listed else name)
+        return tuple(found)
 
     @property
     def writes(self) -> bool:
@@ -334,13 +340,3 @@ def _given(values: Mapping[int, Tensor], tokens: slice, here: range, argument: A
             return type(argument)(_given(values, tokens, here, one) for one in argument)
         case _:
             return argument
-
-
-def _words(step: LogitsStep) -> str:
-    if step.operator is columns_of:
-        return ""
-    name = schema_of(step.operator).name.partition("::")[2]
-    if name in ("alias", "detach", "clone", "_to_copy", "slice"):
-        return ""
-    listed = [str(value) for value in step.args if isinstance(value, (int, float, bool))]
-    return f"{name}({', '.join(listed)})" if listed else name

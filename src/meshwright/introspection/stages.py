@@ -262,22 +262,19 @@ def flow_of(model: nn.Module, measured: Measured) -> Flow:
                 f" says how many features its blocks hand on. Set layout.pp = 1."
             )
         width = stated
-    counts_tokens_behind = structure.counts_tokens_behind or _fails_without_tokens_behind(sample)
-    return Flow(tuple(kinds), tuple(dict.fromkeys(before)), tuple(behind), width, counts_tokens_behind)
-
-
-def _fails_without_tokens_behind(sample: Sample) -> bool:
-    """Return whether some branch of a forward fails if the last block returns no tokens."""
 
     def cut(module: nn.Module, args: Any, output: Any) -> Any:
         return output[:, :0] if isinstance(output, Tensor) else (output[0][:, :0], *output[1:])
 
-    for branch in branches_of(sample):
-        model, way = branch.copied(sample)
-        model.get_submodule(sample.blocks[-1]).register_forward_hook(cut)
+    # or some branch of a forward fails if the last block returns no tokens
+    counts_tokens_behind = structure.counts_tokens_behind
+    for branch in () if counts_tokens_behind else branches_of(sample):
+        made, way = branch.copied(sample)
+        made.get_submodule(sample.blocks[-1]).register_forward_hook(cut)
         try:
             with torch.no_grad(), way:
-                model(**branch.inputs)
+                made(**branch.inputs)
         except Exception:  # noqa: BLE001  (whatever a model's code raises if its sizes do not fit)
-            return True
-    return False
+            counts_tokens_behind = True
+            break
+    return Flow(tuple(kinds), tuple(dict.fromkeys(before)), tuple(behind), width, counts_tokens_behind)

@@ -90,7 +90,15 @@ class Router(nn.Module):
         if c.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(wide).tiny)
         weights = weights * c.scale
-        index = _within_capacity(index, routed, c)
+        if c.capacity_factor:  # drop tokens over it, counted per sequence so that it depends on no microbatch or layout
+            _, seq, k = index.shape
+            limit = max(1, int(c.capacity_factor * seq * k / c.n_experts))
+            chosen = F.one_hot(index, c.n_experts)  # (rows, seq, k, experts)
+            if routed is not None:
+                chosen = chosen * routed[..., None, None]
+            # each expert's tokens in the sequence up to this one
+            before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))
+            index = index.masked_fill((before * chosen).sum(-1) > limit, c.n_experts)
         if routed is not None:
             index = index.masked_fill(~routed.unsqueeze(-1), c.n_experts)
         if self.training and not is_recomputing():
@@ -260,20 +268,6 @@ def product_by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Compute ``grouped_product`` one expert at a time."""
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([rows @ w.mT for rows, w in zip(x.split(sizes), weight.unbind(0), strict=True)])
-
-
-def _within_capacity(index: Tensor, routed: Tensor | None, config: MoEConfig) -> Tensor:
-    """Drop tokens over an expert's capacity, counted per sequence so that it depends on no microbatch or layout."""
-    if not config.capacity_factor:
-        return index
-    _, seq, k = index.shape
-    limit = max(1, int(config.capacity_factor * seq * k / config.n_experts))
-    chosen = F.one_hot(index, config.n_experts)  # (rows, seq, k, experts)
-    if routed is not None:
-        chosen = chosen * routed[..., None, None]
-    # each expert's tokens in the sequence up to this one
-    before = chosen.flatten(1, 2).cumsum(1).unflatten(1, (seq, k))
-    return index.masked_fill((before * chosen).sum(-1) > limit, config.n_experts)
 
 
 def is_recomputing() -> bool:

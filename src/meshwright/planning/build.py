@@ -113,15 +113,10 @@ def plan(
 def _data_technique(requested: Techniques, layout: Layout, precision: PrecisionPlan) -> str:
     ranks = shares_of(layout).batch_ranks
     cuts = layout.dp_shard > 1 or (layout.cp > 1 and requested.zero_stage != 0)
-    if requested.data_parallel == "fully_shard" or (cuts and requested.data_parallel == "auto"):
-        return "fully_shard"
     cuts_experts = layout.ep > 1 and dict(expert_mesh_of(layout))[Axis.EFSDP.value] > 1
-    if requested.data_parallel == "auto" and (
-        precision.is_mixed
-        or requested.cpu_offload is True
-        or cuts_experts
-        or (layout.tp * layout.pp * layout.ep > 1 and ranks > 1)
-    ):
+    on_several_axes = layout.tp * layout.pp * layout.ep > 1 and ranks > 1
+    needs_sharding = cuts or precision.is_mixed or requested.cpu_offload is True or cuts_experts or on_several_axes
+    if requested.data_parallel == "fully_shard" or (requested.data_parallel == "auto" and needs_sharding):
         return "fully_shard"
     return "ddp" if ranks > 1 else "none"
 

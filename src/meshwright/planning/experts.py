@@ -160,9 +160,18 @@ def expert_collectives(
         among: the ranks of the tensor axis, which have a part of each sequence.
     """
     axis, ranks, sent = Axis.EP.value, experts.ranks, partial(Collective, by_token=True, filled=True, among=among)
+    in_blocks = (any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters)
+    first = next((number for number, is_inside in enumerate(in_blocks) if is_inside), 0)
     for stack in experts.stacks:
-        inside = _module_of(stack.path, facts)
-        flows = not begins or any(_trained_before(facts, stack.path))
+        # the module that holds the stack and its router; the stack itself if that would be the whole block
+        inside = stack.path if owner(stack.path) in facts.blocks else owner(stack.path)
+        block = next(block for block in facts.blocks if is_within(stack.path, block))
+        front = facts.blocks[: facts.blocks.index(block)]
+        flows = not begins
+        # its input depends on earlier blocks, its own except the module around it, and what is before the first block
+        for number, p in enumerate(facts.parameters):
+            own = is_within(p.name, block) and not is_within(p.name, inside)
+            flows |= p.trainable and (number < first or own or any(is_within(p.name, other) for other in front))
         trains = any(p.trainable and owner(p.name) == stack.path for p in facts.parameters)
         again = any(is_within(stack.path, module) for module in recomputed) and (
             flows or any(p.trainable and is_within(p.name, inside) for p in facts.parameters)
@@ -172,28 +181,6 @@ def expert_collectives(
         calls = 2 * (1 + again) + (flows or trains) + flows
         elements = calls * stack.top_k * stack.width
         yield sent("all_to_all", axis, ranks, tokens, elements, precision.compute, "microbatch", calls)
-
-
-def _trained_before(facts: ModelFacts, path: str) -> Iterator[str]:
-    """Yield the trained parameters on which the input of a stack of experts depends.
-
-    They lie in earlier blocks, in its own block except the module around the stack, or, outside blocks, before the
-    first.
-    """
-    block = next(block for block in facts.blocks if is_within(path, block))
-    front, inside = facts.blocks[: facts.blocks.index(block)], _module_of(path, facts)
-    in_blocks = [any(is_within(p.name, block) for block in facts.blocks) for p in facts.parameters]
-    first = in_blocks.index(True)
-    for number, p in enumerate(facts.parameters):
-        outside = number < first and not in_blocks[number]
-        own = is_within(p.name, block) and not is_within(p.name, inside)
-        if p.trainable and (outside or own or any(is_within(p.name, other) for other in front)):
-            yield p.name
-
-
-def _module_of(path: str, facts: ModelFacts) -> str:
-    """Return the module that holds a stack and its router; the stack itself if that would be the whole block."""
-    return path if owner(path) in facts.blocks else owner(path)
 
 
 # --- check expert parallelism

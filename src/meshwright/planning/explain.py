@@ -11,7 +11,6 @@ from meshwright.core.devices import is_accelerator
 from meshwright.core.dtypes import bytes_text, count_text
 from meshwright.core.names import is_within, owner, pattern
 from meshwright.introspection.constructor import STREAM_ELEMENTS
-from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import brings_initialiser
 from meshwright.introspection.source import builder_of
 from meshwright.introspection.structure.experts import find_stacks
@@ -19,7 +18,7 @@ from meshwright.planning.collectives import resolved, step_traffic
 from meshwright.planning.context.kernels import kernel_of
 from meshwright.planning.context.plan import Method
 from meshwright.planning.data import JOINED_BYTES, JOINED_PART, JOINS_BLOCKS, joins_blocks, stage_of
-from meshwright.planning.layout import Layout, shares_of
+from meshwright.planning.layout import shares_of
 from meshwright.planning.memory import MemoryEstimate, MemoryUse, plan_memory
 from meshwright.planning.plan import Plan
 from meshwright.planning.tensor.plan import TensorPlan
@@ -37,8 +36,35 @@ def of(case: Case, parameters: tuple[ParameterPlan, ...], tensor: TensorPlan | N
     if layout.world > 1 and (why := facts.measurements.premises().unknown):
         unseen = "whether rows depend on each other, or calls leave state, is not known"
         yield f"the forward of {facts.kind} could not be rehearsed ({why}): {unseen}"
-    yield from _whole_on_tensor_ranks(facts, layout, parameters)
-    yield from _initial_weights(facts)
+    whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
+    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole else set()
+    towers = facts.measurements.image_modules() if whole else ()
+    of_stacks: dict[str, int] = {}
+    of_towers: dict[str, int] = {}
+    for p in whole:
+        if (tower := next((path for path in towers if is_within(p.pattern, path)), "")) != "":
+            of_towers[tower] = of_towers.get(tower, 0) + p.bytes
+        elif owner(p.pattern) in stacks:
+            of_stacks[owner(p.pattern)] = of_stacks.get(owner(p.pattern), 0) + p.bytes
+        else:
+            yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(p.bytes)} ({p.count} of them)"
+    for path, size in of_towers.items():
+        yield f"{path}, which computes images, stays whole on every rank of the tensor axis: {bytes_text(size)}"
+    for path, size in of_stacks.items():
+        yield (
+            f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them,"
+            f" {bytes_text(size)}. layout.ep = {layout.tp} would share them out over its ranks"
+        )
+    if facts.on_meta and not hasattr(facts.module, "weight_law"):  # do initial weights differ from one process's?
+        if builder_of(facts.module) is None and not brings_initialiser(facts.module):
+            note = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
+            yield (
+                f"{note}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
+                f" builds it"
+            )
+        elif facts.numel > STREAM_ELEMENTS:
+            note = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
+            yield f"{note}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
     for p in facts.parameters:
         if p.aliases:
             yield f"{p.name} is tied to {', '.join(p.aliases)}: one parameter, counted once"
@@ -46,44 +72,6 @@ def of(case: Case, parameters: tuple[ParameterPlan, ...], tensor: TensorPlan | N
         yield "dp_shard = 1: nothing is sharded; fully_shard acts for its precision or offload only"
     if technique == "fully_shard" and not facts.blocks:
         yield f"no repeated block was found in {facts.kind}: all parameters are gathered at once"
-
-
-def _initial_weights(facts: ModelFacts):
-    """Note whether initial weights differ in the last bits from those of the constructor in one process."""
-    if not facts.on_meta or hasattr(facts.module, "weight_law"):
-        return
-    if builder_of(facts.module) is None and not brings_initialiser(facts.module):
-        note = f"initial weights: by the reset_parameters of {facts.kind}'s modules, since it was built on meta"
-        yield (
-            f"{note}; what its constructor did besides is not known. Give {facts.kind} itself, or a function that"
-            f" builds it"
-        )
-    elif facts.numel > STREAM_ELEMENTS:
-        note = "initial weights: by the constructor's distributions, drawn by (seed, name, position)"
-        yield f"{note}; up to {STREAM_ELEMENTS:,} elements they are the constructor's own numbers"
-
-
-def _whole_on_tensor_ranks(facts: ModelFacts, layout: Layout, parameters: tuple[ParameterPlan, ...]):
-    """Note the matrices that the tensor axis does not cut."""
-    whole = [p for p in parameters if dict(p.placements).get(Axis.TP.value) == "Replicate()" and len(p.shape) > 1]
-    stacks = {pattern(path) for path in find_stacks(facts.module)} if whole else set()
-    sizes: dict[str, int] = {}
-    towers = facts.measurements.image_modules() if whole else ()
-    of_towers: dict[str, int] = {}
-    for p in whole:
-        if (tower := next((path for path in towers if is_within(p.pattern, path)), "")) != "":
-            of_towers[tower] = of_towers.get(tower, 0) + p.bytes
-        elif owner(p.pattern) in stacks:
-            sizes[owner(p.pattern)] = sizes.get(owner(p.pattern), 0) + p.bytes
-        else:
-            yield f"{p.pattern} stays whole on every rank of the tensor axis: {bytes_text(p.bytes)} ({p.count} of them)"
-    for path, size in of_towers.items():
-        yield f"{path}, which computes images, stays whole on every rank of the tensor axis: {bytes_text(size)}"
-    for path, size in sizes.items():
-        yield (
-            f"the experts of {path} are not tensor-sharded: every rank of the tensor axis has all of them,"
-            f" {bytes_text(size)}. layout.ep = {layout.tp} would share them out over its ranks"
-        )
 
 
 # --- format a plan as text for people
@@ -158,8 +146,18 @@ def _header(plan: Plan) -> str:
         f"  precision       at rest {p.master}, compute {p.compute}, reduce {p.reduce}"
         + (f", output {p.output}" if p.output else "")
         + (f", loss times {p.loss_scale:g} at first" if p.loss_scale else ""),
-        *_optimizer(plan),
     ]
+    o, stage_units = plan.optimizer, plan.stage_units or (plan.units,)
+    rounded = sum(unit.rounded_tensors for units in stage_units for unit in units)
+    every = sum(each.count for each in plan.parameters if each.trainable)
+    low_bit = f"state in {o.state} of {rounded} of {every} parameters, of the others in {p.master}"
+    settings = [
+        *([low_bit] if o.state != "full" else []),
+        *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
+        *(["state in host memory"] if o.in_host_memory else []),
+    ]
+    if settings:
+        lines.append(f"  optimizer       {'; '.join(settings)}")
     if plan.float8 is not None:
         how = "emulated, " if plan.float8.emulated else ""
         how += "gathered in float8, " if plan.float8.all_gather and plan.shares.shards > 1 else ""
@@ -191,19 +189,6 @@ def _header(plan: Plan) -> str:
         rehearsed = "compares a small copy of the model, laid out like this, with one process, and refuses what differs"
         lines.append(f"  proof           before the first step parallelize {rehearsed}; a plan alone is not compared")
     return "\n".join(lines)
-
-
-def _optimizer(plan: Plan) -> list[str]:
-    o = plan.optimizer
-    units = plan.units if plan.pipeline is None else [unit for units in plan.stage_units for unit in units]
-    few, every = sum(unit.rounded_tensors for unit in units), sum(p.count for p in plan.parameters if p.trainable)
-    low_bit = f"state in {o.state} of {few} of {every} parameters, of the others in {plan.precision.master}"
-    settings = [
-        *([low_bit] if o.state != "full" else []),
-        *(["new weights rounded stochastically"] if o.stochastic_rounding else []),
-        *(["state in host memory"] if o.in_host_memory else []),
-    ]
-    return [f"  optimizer       {'; '.join(settings)}"] if settings else []
 
 
 def _units(plan: Plan) -> Iterator[str]:
@@ -260,36 +245,47 @@ def _where(names: tuple[str, ...]) -> str:
 def _collectives(plan: Plan) -> str:
     groups: dict[tuple, list[int]] = {}
     for c in plan.collectives:
-        unit = pattern(c.unit)
+        per = "token" if c.by_token else "row" if c.by_row else c.per
         elements = c.elements // (c.calls or 1) if c.by_token or c.by_row else c.elements
-        group = groups.setdefault(
-            (c.op, c.axis, c.ranks, unit, c.dtype, "token" if c.by_token else "row" if c.by_row else c.per, elements),
-            [0, c.calls is None],
-        )
-        group[0] += c.calls or 1
+        key = (c.op, f"{c.axis} ({c.ranks})", pattern(c.unit), elements, c.dtype, per)
+        groups.setdefault(key, [0, c.calls is None])[0] += c.calls or 1
     rows = [
-        (op, f"{axis} ({ranks})", unit, "in buckets" if bucketed else str(n), f"{count_text(elements)} {dtype}", per)
-        for (op, axis, ranks, unit, dtype, per, elements), (n, bucketed) in groups.items()
+        (op, axis, unit, "in buckets" if bucketed else str(n), f"{count_text(elements)} {dtype}", per)
+        for (op, axis, unit, elements, dtype, per), (n, bucketed) in groups.items()
     ]
-    if not rows:
-        return "collectives of a step\n  none"
-    return "collectives of a step\n" + columns(rows, ("op", "axis (ranks)", "what", "calls", "elements each", "per"))
-
-
-def _bits(plan: Plan) -> str:
-    return "" if plan.optimizer.state == "full" else f", {plan.optimizer.state}"
+    heads = ("op", "axis (ranks)", "what", "calls", "elements each", "per")
+    return "collectives of a step\n" + (columns(rows, heads) if rows else "  none")
 
 
 def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> str:
+    whose = "each rank" if plan.pipeline is None else "rank {} of the pipeline"
+    step = f"{microbatches} microbatch{'es' * (microbatches > 1)}"
+    bits = "" if plan.optimizer.state == "full" else f", {plan.optimizer.state}"
+    optimizer = f"optimizer ({plan.optimizer.row.title}{bits})"
     if estimate is None or not estimate.ranks:
-        return _states(plan, microbatches)
+        m = plan_memory(plan, microbatches=microbatches)
+        moving = ("of it on the device, during the step", "0 B", bytes_text(m.moving))
+        rows = [
+            ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
+            ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
+            (optimizer + ", in host memory" * bool(m.moving), bytes_text(m.optimizer), bytes_text(m.optimizer)),
+            *([moving] if m.moving else []),
+            (
+                "together" + ", on the device" * bool(m.moving),
+                bytes_text(m.at_rest + m.gradients),
+                bytes_text(m.at_peak),
+            ),
+        ]
+        host = ", at rest in host memory" if m.in_host_memory else ""
+        head = f"memory of {whose.format(m.pipeline_rank)} without activations ({step}{host})"
+        return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak"))])
     fullest = estimate.fullest
     memory = estimate.of(fullest)
     m = plan_memory(plan, microbatches=microbatches, pipeline_rank=fullest).without(memory.idle)
     resting = {
         MemoryUse.PARAMETERS: ("parameters", m.parameters),
         MemoryUse.GRADIENTS: ("gradients", m.gradients),
-        MemoryUse.OPTIMIZER: (f"optimizer ({plan.optimizer.row.title}{_bits(plan)})", m.optimizer),
+        MemoryUse.OPTIMIZER: (optimizer, m.optimizer),
         MemoryUse.ACTIVATIONS: ("activations", 0),
         MemoryUse.LOGITS: ("logits", 0),
         MemoryUse.COMMUNICATION: ("messages", 0),
@@ -304,42 +300,12 @@ def _memory(plan: Plan, microbatches: int, estimate: MemoryEstimate | None) -> s
     low = f"{bytes_text(estimate.least[fullest])} to " if estimate.least else ""
     rows.append(("together", bytes_text(m.at_rest + m.gradients), "", low + bytes_text(memory.total)))
     heads = ("what", "before the optimizer steps", "most at a time", "at the peak of all")
-    head = f"memory of {_whose(plan, fullest)} ({_step_words(microbatches)})"
+    head = f"memory of {whose.format(fullest)} ({step})"
     lines = [head, columns(rows, heads)]
     if len(estimate.ranks) > 1:
         sizes = (f"{rank}: {bytes_text(memory.total)}" for rank, memory in enumerate(estimate.ranks))
         lines.append(f"  at the peak, by rank of the pipeline  {', '.join(sizes)}")
     return "\n".join(lines)
-
-
-def _states(plan: Plan, microbatches: int) -> str:
-    m = plan_memory(plan, microbatches=microbatches)
-    rows = [
-        ("parameters", bytes_text(m.parameters), bytes_text(m.parameters + m.gathered)),
-        ("gradients", bytes_text(m.gradients), bytes_text(m.gradients_at_peak + m.reducing)),
-        (
-            f"optimizer ({plan.optimizer.row.title}{_bits(plan)})" + ", in host memory" * bool(m.moving),
-            bytes_text(m.optimizer),
-            bytes_text(m.optimizer),
-        ),
-        *([("of it on the device, during the step", "0 B", bytes_text(m.moving))] if m.moving else []),
-        (
-            "together" + ", on the device" * bool(m.moving),
-            bytes_text(m.at_rest + m.gradients),
-            bytes_text(m.at_peak),
-        ),
-    ]
-    host = ", at rest in host memory" if m.in_host_memory else ""
-    head = f"memory of {_whose(plan, m.pipeline_rank)} without activations ({_step_words(microbatches)}{host})"
-    return "\n".join([head, columns(rows, ("what", "before the optimizer steps", "at peak"))])
-
-
-def _whose(plan: Plan, rank: int) -> str:
-    return f"rank {rank} of the pipeline" if plan.pipeline is not None else "each rank"
-
-
-def _step_words(microbatches: int) -> str:
-    return f"{microbatches} microbatch{'es' * (microbatches > 1)}"
 
 
 # --- list where the host waits for an accelerator in a step: its queue of kernels runs dry there

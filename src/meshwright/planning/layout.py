@@ -106,8 +106,8 @@ class Layout:
         without ``ranks_per_node`` the whole world counts as one node.
 
         Raises:
-            ConfigError: a size below 1 that is not -1, several open axes other than the two data axes, or a world size
-                that the fixed sizes do not divide.
+            ConfigError: a size below 1 that is not -1, several open axes other than the two data axes, a world size
+                that the fixed sizes do not divide, or an ``ep`` that does not divide the ranks that share experts.
         """
         for axis in (*WORLD_AXES, Axis.EP):
             if self.size(axis) < 1 and self.size(axis) != -1:
@@ -143,29 +143,26 @@ class Layout:
                 f" (layout.dp_shard = -1 takes what is left)."
             )
         left = world // fixed
-        if not open_axes:
-            return self._with_experts()
-        if len(open_axes) == 1:
-            return replace(self, **{open_axes[0].value: left})._with_experts()
+        filled = {axis.value: left for axis in open_axes}
         if set(open_axes) == {Axis.DP_REPLICATE, Axis.DP_SHARD}:
             inner = self.cp * self.tp
             shard = math.gcd(left, max(1, (ranks_per_node or world) // inner))
-            return replace(self, dp_shard=shard, dp_replicate=left // shard)._with_experts()
-        names = ", ".join(axis.value for axis in open_axes)
-        raise ConfigError(
-            f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard together"
-        )
-
-    def _with_experts(self) -> Layout:
-        """Return the layout itself. Raises ConfigError if ``ep`` does not divide the ranks that share experts."""
-        among = self.dp_shard * self.cp * self.tp
+            filled = {"dp_shard": shard, "dp_replicate": left // shard}
+        elif len(open_axes) > 1:
+            names = ", ".join(axis.value for axis in open_axes)
+            raise ConfigError(
+                f"layout: the sizes of {names} are all open (-1); at most one may be, or dp_replicate and dp_shard"
+                f" together"
+            )
+        made = replace(self, **filled) if filled else self
+        among = made.dp_shard * made.cp * made.tp
         if among % self.ep:
             legal = ", ".join(str(n) for n in range(1, among + 1) if among % n == 0)
             raise ConfigError(
                 f"layout.ep = {self.ep} does not divide the {among} ranks of dp_shard * cp * tp, among which experts"
                 f" are shared out; it never multiplies the world. Legal here: {legal}."
             )
-        return self
+        return made
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != 1)

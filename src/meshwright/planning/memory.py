@@ -19,7 +19,7 @@ from meshwright.core.dtypes import dtype_bytes
 from meshwright.core.errors import ConfigError
 from meshwright.core.names import is_within
 from meshwright.planning.collectives import resolved
-from meshwright.planning.optimizer import ROOM, OptimizerPlan
+from meshwright.planning.optimizer import ROOM
 from meshwright.planning.pipeline.plan import PipelinePlan
 from meshwright.planning.plan import Plan
 from meshwright.planning.values import Batch, Unit
@@ -215,7 +215,24 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
     units = [unit for stage in stages for unit in stage]
     held = sum(unit.bytes_at_rest // _shards(plan, unit) for unit in units)
     trained = sum(unit.trainable_bytes // _shards(plan, unit) for unit in units)
-    optimizer = _optimizer(plan.optimizer, units, trained, states)
+    optimizer, tensors = plan.optimizer, len(plan.optimizer.row.state)
+    rounds = states in (None, tensors)
+    elements = sum(unit.rounded_elements for unit in units) if rounds else 0
+    state = 0 if states is None else states * trained
+    for unit in units:
+        full = (unit.state_elements if states is None else 0) - (tensors * unit.rounded_elements if rounds else 0)
+        state += full * dtype_bytes(unit.dtype)
+    if elements:
+        state += optimizer.bytes_of_rounded(elements, sum(unit.rounded_tensors for unit in units))
+    moving = 0
+    if optimizer.in_host_memory:
+        single = max(
+            optimizer.bytes_of_rounded(unit.largest, 1)
+            if elements and optimizer.rounds(unit.largest)
+            else (tensors if states is None else states) * unit.largest * dtype_bytes(unit.dtype)
+            for unit in units
+        )
+        moving = min(state, max(ROOM, single))
     if plan.data.technique != "fully_shard":
         beside, is_ddp = 0, plan.data.technique == "ddp"
         if is_ddp:
@@ -223,18 +240,34 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
             delays = microbatches > 1 and not plan.data.sync_grad_accum
             beside = int(beside_buckets(trained, largest, delays=delays))
         kept = trained if is_ddp else 0
-        return Memory(held, 0, trained, trained + beside, 0, *optimizer, kept, pipeline_rank=rank)
+        return Memory(held, 0, trained, trained + beside, 0, state, moving, kept, pipeline_rank=rank)
     rooms = [_Room.of(plan, stage) for stage in stages]
     blocks = [block for room in rooms for block in room.every]
     reducing = max((reduced.summed for block in blocks for reduced in block.reduced), default=0)
+    # the most bytes gathered at a time: what stays, the computing block, and the one being prefetched
+    stays, fetched = 0, 0
+    for room in rooms:
+        stays += sum(block.gathered for block in (room.root, room.early, *room.blocks[:-1]) if not block.frees)
+        stays += sum(block.gathered // block.frees for block in room.blocks if block.frees is not True and block.frees)
+        last = room.blocks[-1].gathered if room.blocks else 0
+        if plan.pipeline is not None and room.blocks and not room.blocks[-1].frees:
+            stays, last = stays + last, 0
+        fetched = max(fetched, last)
+        for this, following in pairwise(room.blocks):
+            if this.frees:
+                at_end = following is room.blocks[-1]
+                beside = last if at_end else following.gathered if following.frees else 0
+                # torch prefetches in backward; in forward this library does, on accelerators
+                together = this.gathers_in_backward or is_accelerator(plan.device)
+                fetched = max(fetched, this.gathered + beside if together else max(this.gathered, beside))
     return Memory(
         parameters=held,
-        gathered=_gathered(plan, rooms),
+        gathered=stays + fetched,
         gradients=trained,
         gradients_at_peak=max(trained, *_gradients(plan, rooms, microbatches)),
         reducing=reducing,
-        optimizer=optimizer[0],
-        moving=optimizer[1],
+        optimizer=state,
+        moving=moving,
         in_host_memory=plan.data.cpu_offload,
         pipeline_rank=rank,
     )
@@ -243,32 +276,6 @@ def _memory(plan: Plan, stages: Sequence[tuple[Unit, ...]], microbatches: int, s
 def beside_buckets(trained: float, largest: float, *, delays: bool) -> float:
     """Return gradients beside DDP's buckets: all, if several microbatches accumulate first, else one being copied."""
     return trained if delays else largest
-
-
-def _optimizer(optimizer: OptimizerPlan, units: Sequence[Unit], trained: int, states: int | None) -> tuple[int, int]:
-    """Return the bytes of the state, and the most of them that move at a time.
-
-    Args:
-        trained: bytes of the trained parameters on the rank.
-    """
-    tensors = len(optimizer.row.state)
-    rounds = states in (None, tensors)
-    elements = sum(unit.rounded_elements for unit in units) if rounds else 0
-    total = 0 if states is None else states * trained
-    for unit in units:
-        full = (unit.state_elements if states is None else 0) - (tensors * unit.rounded_elements if rounds else 0)
-        total += full * dtype_bytes(unit.dtype)
-    if elements:
-        total += optimizer.bytes_of_rounded(elements, sum(unit.rounded_tensors for unit in units))
-    if not optimizer.in_host_memory:
-        return total, 0
-    single = max(
-        optimizer.bytes_of_rounded(unit.largest, 1)
-        if elements and optimizer.rounds(unit.largest)
-        else (tensors if states is None else states) * unit.largest * dtype_bytes(unit.dtype)
-        for unit in units
-    )
-    return total, min(total, max(ROOM, single))
 
 
 @dataclass(frozen=True)
@@ -374,26 +381,6 @@ def _shards(plan: Plan, unit: Unit) -> int:
     if plan.data.technique == "fully_shard" and unit.experts and plan.experts is not None:
         return plan.experts.shards
     return plan.shares.shards
-
-
-def _gathered(plan: Plan, rooms: list[_Room]) -> int:
-    """Return the most bytes gathered at a time: what stays, the computing block, and the one being prefetched."""
-    kept, fetched = 0, 0
-    for room in rooms:
-        kept += sum(block.gathered for block in (room.root, room.early, *room.blocks[:-1]) if not block.frees)
-        kept += sum(block.gathered // block.frees for block in room.blocks if block.frees is not True and block.frees)
-        last = room.blocks[-1].gathered if room.blocks else 0
-        if plan.pipeline is not None and room.blocks and not room.blocks[-1].frees:
-            kept, last = kept + last, 0
-        fetched = max(fetched, last)
-        for this, following in pairwise(room.blocks):
-            if this.frees:
-                at_end = following is room.blocks[-1]
-                beside = last if at_end else following.gathered if following.frees else 0
-                # torch prefetches in backward; in forward this library does, on accelerators
-                together = this.gathers_in_backward or is_accelerator(plan.device)
-                fetched = max(fetched, this.gathered + beside if together else max(this.gathered, beside))
-    return kept + fetched
 
 
 def _gradients(plan: Plan, rooms: list[_Room], microbatches: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from meshwright.core.axes import WORLD_AXES, Axis
@@ -68,10 +69,7 @@ class Plan:
 
     @property
     def world(self) -> int:
-        total = 1
-        for axis in WORLD_AXES:
-            total *= self.size(axis)
-        return total
+        return math.prod(self.size(axis) for axis in WORLD_AXES)
 
     @property
     def data_ranks(self) -> int:

@@ -66,69 +66,15 @@ def kinds_of_ranks(plan: Plan, facts: ModelFacts, batch: Batch) -> tuple[RankKin
     Args:
         facts: facts of the model before the plan is applied.
     """
-    works = _Works(plan, facts, batch)
-    found: dict[Hashable, list[int]] = {}
-    for rank in range(plan.world):
-        found.setdefault(works.of(rank), []).append(rank)
-    places = {rank: coordinates(plan, rank) for rank in range(plan.world)}
-    varied = []  # axes on which kinds have different places
-    for axis in (*WORLD_AXES, Axis.EFSDP):
-        size = _size(plan, axis)
-        if size > 1 and any(len({places[rank][axis] for rank in ranks}) < size for ranks in found.values()):
-            varied.append(axis)
-    return tuple(RankKind(tuple(ranks), _words(plan, ranks, varied)) for ranks in found.values())
+    shares, experts, pipeline, cuts = plan.shares, plan.experts, plan.pipeline, plan.tensor
 
-
-def _words(plan: Plan, ranks: Sequence[int], axes: Sequence[Axis]) -> str:
-    """Describe ranks by their places on the axes that tell kinds apart."""
-    found = [coordinates(plan, rank) for rank in ranks]
-    places = {axis: sorted({place[axis] for place in found}) for axis in axes}
-    if not places:
-        return "every rank"
-    filled = len({tuple(place[axis] for axis in axes) for place in found}) == math.prod(map(len, places.values()))
-    words = []
-    for axis, numbers in places.items():  # ascending, written as runs: "0-2, 5"
-        known = set(numbers)
-        starts, ends = [n for n in numbers if n - 1 not in known], [n for n in numbers if n + 1 not in known]
-        runs = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-        words.append(f"{axis} {', '.join(runs)}")
-    return ("" if filled else "some of ") + ", ".join(words)
-
-
-class _Works:
-    """The work of each rank, as a value that can be compared."""
-
-    def __init__(self, plan: Plan, facts: ModelFacts, batch: Batch):
-        self.plan, self.batch, self.facts = plan, batch, facts
-        self.shapes = cache(self._shapes)
-        tensor, data = plan.tensor, plan.data
-        # regions have adapters, whose biases are added on the first tensor rank
-        self.has_adapters = tensor is not None and any(r.region.adapted for kind in tensor.kinds for r in kind.regions)
-        # replicas but the first zero what is summed already, before DDP sums it with later microbatches
-        several = resolved(plan, batch).microbatches(plan.data_ranks) > 1
-        self.zeroes_sums = data.technique == "ddp" and data.sync_grad_accum is True and several
-
-    def of(self, rank: int) -> Hashable:
-        plan, place, shares = self.plan, coordinates(self.plan, rank), self.plan.shares
-        stage, tensor, length = place[Axis.PP], place[Axis.TP], own_tokens_of(plan, self.batch)[place[Axis.CP]]
-        if plan.tensor is not None and plan.tensor.sequence_parallel:  # tokens between blocks, padding left out
-            length = chunk_size(length, tensor, plan.tensor.ranks)
-        return (
-            stage,
-            place[Axis.CP],
-            length,
-            self.shapes(stage, tensor, shares.position(place, shares.shard_axes), place.get(Axis.EFSDP, 0)),
-            tensor == 0 and self.has_adapters,
-            place[Axis.DP_REPLICATE] == 0 and self.zeroes_sums,
-        )
-
-    def _shapes(self, stage: int, tensor: int, shard: int, expert_shard: int) -> Hashable:
-        """Return the shapes of dense parameters where they are gathered, of this rank's shards of them, and of its
-        shards of experts."""
-        experts, pipeline, cuts = self.plan.experts, self.plan.pipeline, self.plan.tensor
-        shards = self.plan.shares.shards
+    @cache
+    def shapes(stage: int, tensor: int, shard: int, expert_shard: int) -> Hashable:
+        """Return the shapes of dense parameters where they are gathered, of a rank's shards of them, and of its shards
+        of experts.
+        """
         dense, stacks = set(), set()
-        for p in self.facts.parameters:
+        for p in facts.parameters:
             names, stages = (p.name, *p.aliases), (0,) if pipeline is None else pipeline.stages_on(stage)
             if pipeline is not None and not any(pipeline.has(number, name) for number in stages for name in names):
                 continue
@@ -140,7 +86,46 @@ class _Works:
                 shape = p.shape if cuts is None else cuts.local_shape(p.name, p.shape, tensor)
                 local = list(shape)
                 if shape:
-                    dim = sharded_dim(shape, shards) if shape == p.shape else 0
-                    local[dim] = chunk_size(shape[dim], shard, shards)
+                    dim = sharded_dim(shape, shares.shards) if shape == p.shape else 0
+                    local[dim] = chunk_size(shape[dim], shard, shares.shards)
                 dense.add((shape, tuple(local)))
         return tuple(sorted(dense)), tuple(sorted(stacks))
+
+    # regions have adapters, whose biases are added on the first tensor rank
+    has_adapters = cuts is not None and any(r.region.adapted for kind in cuts.kinds for r in kind.regions)
+    # replicas but the first zero what is summed already, before DDP sums it with later microbatches
+    several = resolved(plan, batch).microbatches(plan.data_ranks) > 1
+    zeroes_sums = plan.data.technique == "ddp" and plan.data.sync_grad_accum is True and several
+    places = {rank: coordinates(plan, rank) for rank in range(plan.world)}
+    found: dict[Hashable, list[int]] = {}
+    for rank, place in places.items():
+        stage, tensor, length = place[Axis.PP], place[Axis.TP], own_tokens_of(plan, batch)[place[Axis.CP]]
+        if cuts is not None and cuts.sequence_parallel:  # tokens between blocks, padding left out
+            length = chunk_size(length, tensor, cuts.ranks)
+        work = (
+            stage,
+            place[Axis.CP],
+            length,
+            shapes(stage, tensor, shares.position(place, shares.shard_axes), place.get(Axis.EFSDP, 0)),
+            tensor == 0 and has_adapters,
+            place[Axis.DP_REPLICATE] == 0 and zeroes_sums,
+        )
+        found.setdefault(work, []).append(rank)
+    varied = []  # axes on which kinds have different places
+    for axis in (*WORLD_AXES, Axis.EFSDP):
+        size = _size(plan, axis)
+        if size > 1 and any(len({places[rank][axis] for rank in ranks}) < size for ranks in found.values()):
+            varied.append(axis)
+    kinds = []
+    for ranks in found.values():
+        of_kind = {axis: sorted({places[rank][axis] for rank in ranks}) for axis in varied}
+        filled = len({tuple(places[rank][axis] for axis in varied) for rank in ranks})
+        words = []
+        for axis, numbers in of_kind.items():  # ascending, written as runs: "0-2, 5"
+            known = set(numbers)
+            starts, ends = [n for n in numbers if n - 1 not in known], [n for n in numbers if n + 1 not in known]
+            runs = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+            words.append(f"{axis} {', '.join(runs)}")
+        some = "" if filled == math.prod(map(len, of_kind.values())) else "some of "
+        kinds.append(RankKind(tuple(ranks), some + ", ".join(words) if words else "every rank"))
+    return tuple(kinds)

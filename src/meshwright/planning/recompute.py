@@ -156,7 +156,7 @@ def checkpointing_keys(case: Case) -> Found:
 
 
 def checkpointing_matches(case: Case) -> Found:
-    """Require that a mode finds modules to act on."""
+    """Require that a mode finds modules to act on, none inside another, and none that only compute with others."""
     t, facts = case.techniques, case.facts
     mode = t.activation_checkpointing
     if mode in ON_BLOCKS and not facts.blocks:
@@ -172,20 +172,16 @@ def checkpointing_matches(case: Case) -> Found:
             f"techniques.checkpoint_every = {t.checkpoint_every} is more than the {len(facts.blocks)} blocks of"
             f" {facts.kind}: none would be recomputed"
         )
-    if mode == "modules":
-        if not t.checkpoint_modules:
-            yield ConfigError(
-                "techniques.activation_checkpointing = modules recomputes the modules of techniques.checkpoint_modules,"
-                f" and none is named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
-            )
-        yield from _modules_fit(case)
-
-
-def _modules_fit(case: Case) -> Found:
-    """Require that every pattern names modules, none inside another's, and none that only compute with others."""
-    facts, layout, names = case.facts, case.layout, modules_of_blocks(case.facts)
-    found: dict[str, str] = {}
-    for text in case.techniques.checkpoint_modules:
+    if mode != "modules":
+        return
+    if not t.checkpoint_modules:
+        yield ConfigError(
+            "techniques.activation_checkpointing = modules recomputes the modules of techniques.checkpoint_modules,"
+            f" and none is named. Name some, such as {facts.blocks[0].rpartition('.')[0]}.*."
+        )
+    layout, names = case.layout, modules_of_blocks(facts)
+    found: dict[str, str] = {}  # path of a module -> the pattern that names it
+    for text in t.checkpoint_modules:
         hits = selected(text, names)
         if not hits:
             yield ConfigError(
@@ -200,7 +196,7 @@ def _modules_fit(case: Case) -> Found:
             f"techniques.checkpoint_modules: '{found[inner]}' matches {inner}, which lies in {outer}"
             f" ('{found[outer]}'): it would be recomputed twice. Leave one of them out."
         )
-    chosen = checkpointed_modules(facts, case.techniques)
+    chosen = checkpointed_modules(facts, t)
     inside: dict[str, str] = {}  # part of modules that compute together on several ranks -> the axis
     if layout.tp > 1 and facts.applied_plan(TensorPlan) is None:
         for kind in facts.measurements.structure(layout.tp).structure.kinds:

@@ -152,11 +152,11 @@ def one_dtype(case: Case) -> Found:
         f" precision.compute may stay {most}), or convert the model."
     )
     if case.technique == "fully_shard":
-        facts = without_skipped(facts, case.layout)
+        gathered = without_skipped(facts, case.layout)
         holding = Holding(shares_of(case.layout).shards, case.precision)
-        for unit in ("", *facts.blocks):
+        for unit in ("", *gathered.blocks):
             trained: dict[str, ParameterFact] = {}
-            for path, parameters in apart(facts, unit, holding):
+            for path, parameters in apart(gathered, unit, holding):
                 p = next((p for p in parameters if p.trainable), None)
                 if p is not None and trained.setdefault(path, p).dtype != p.dtype:
                     yield UnsupportedError(
@@ -164,40 +164,30 @@ def one_dtype(case: Case) -> Found:
                         f" trained in one module, {path or facts.kind}, and fully_shard gathers a module and reduces"
                         f" its gradients in one dtype. {advice}"
                     )
-    odd = _in_other_dtypes(case)
+    layout, compute, odd = case.layout, case.precision.compute, list[ParameterFact]()
+    if not case.precision.casts and max(layout.tp, layout.cp, layout.pp, layout.ep) > 1:
+        held = (*facts.parameters, *facts.buffers)
+        calls = facts.measurements.dtypes_of_calls(tuple({pattern(each.name): each.dtype for each in held}.items()))
+
+        def shows(p: ParameterFact) -> bool:
+            """Return whether no module that takes and returns ``compute`` hides a dtype from what travels."""
+            path = owner(p.name)
+            while path and path not in facts.blocks:
+                attends = any(is_within(attention, path) for attention in facts.attentions)
+                if calls.get(pattern(path)) == {compute} and not attends:
+                    return False
+                path = owner(path)
+            return True
+
+        odd = [p for p in facts.parameters if p.dtype in facts.floating and p.dtype != compute]
+        if all(calls.get(pattern(block)) == {compute} for block in facts.blocks):
+            odd = [p for p in odd if max(layout.tp, layout.cp, layout.ep) > 1 and shows(p)]
     if odd:
         yield UnsupportedError(
             f"parameter '{odd[0].name}' is {odd[0].dtype}, and most elements of {facts.kind} are {most} ({len(odd)}"
             f" of {len(facts.parameters)} parameters are in others, outside of modules that take and return {most}):"
             f" activations that travel between ranks have one dtype. {advice}"
         )
-
-
-def _in_other_dtypes(case: Case) -> list[ParameterFact]:
-    """List parameters whose dtype shows in activations that travel, as no module that takes and returns ``compute``
-    hides it.
-    """
-    layout, facts, compute = case.layout, case.facts, case.precision.compute
-    if case.precision.casts or max(layout.tp, layout.cp, layout.pp, layout.ep) == 1:
-        return []
-    held = (*facts.parameters, *facts.buffers)
-    calls = facts.measurements.dtypes_of_calls(tuple({pattern(each.name): each.dtype for each in held}.items()))
-    odd = [p for p in facts.parameters if p.dtype in facts.floating and p.dtype != compute]
-    if any(calls.get(pattern(block)) != {compute} for block in facts.blocks):
-        return odd
-    if max(layout.tp, layout.cp, layout.ep) == 1:
-        return []
-
-    def is_hidden(p: ParameterFact) -> bool:
-        path = owner(p.name)
-        while path and path not in facts.blocks:
-            attends = any(is_within(attention, path) for attention in facts.attentions)
-            if calls.get(pattern(path)) == {compute} and not attends:
-                return True
-            path = owner(path)
-        return False
-
-    return [p for p in odd if not is_hidden(p)]
 
 
 def compile_matches(case: Case) -> Found:

@@ -16,8 +16,8 @@ from meshwright.core.errors import UnsupportedError
 from meshwright.core.names import clean, is_within, pattern
 from meshwright.core.record import remember
 from meshwright.core.torch_private import tensors_by_path
-from meshwright.introspection.calls import watching
-from meshwright.introspection.mixing.values import Caller, Mixer, Mixing, Sizes, find_length_uses
+from meshwright.introspection.calls import tracking, watching
+from meshwright.introspection.mixing.values import Caller, Mixing, Sizes, find_length_uses
 from meshwright.introspection.signature import Signature, logits_of
 from meshwright.introspection.small.copies import copy_of
 from meshwright.introspection.small.sample import ids_of, longest_row, samples_of
@@ -48,19 +48,17 @@ multiple of a number of ranks. Where tokens meet far apart, and what begins at a
 class Recorder(Handler):
     """A handler that computes every call as the model would, and notes the calls."""
 
-    def __init__(self, *, computes: bool = True):
+    def __init__(self) -> None:
         self.calls: list[tuple[str, AttentionCall]] = []
         self.masks: list[MaskFunction] = []
-        self.path, self.computes = "", computes
+        self.running = [""]
 
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         self.masks.append(function)
         return plain()
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.calls.append((self.path, call))
-        if not self.computes:
-            return call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
+        self.calls.append((self.running[-1], call))
         return call.as_given()
 
 
@@ -72,19 +70,10 @@ def small_copy(model: nn.Module) -> nn.Module:
 def record(model: nn.Module, inputs: dict[str, Any], recorder: Recorder | None = None) -> Recorder:
     """Run a forward, and note its calls of attention with the innermost module that makes each."""
     recorder = recorder or Recorder()
-    stack: list[str] = []
-
-    def enter(path: str, *_: Any) -> None:
-        stack.append(path)
-        recorder.path = path
-
-    def leave(*_: Any) -> None:
-        stack.pop()
-        recorder.path = stack[-1] if stack else ""
-
     for module in model.modules():
         remember(module, Handled(recorder))
-    with torch.no_grad(), watching(model.named_modules(), enter, leave), handling(recorder), FlexCalls(recorder):
+    following = tracking(model.named_modules(), recorder.running)
+    with torch.no_grad(), following, handling(recorder), FlexCalls(recorder):
         model(**inputs)
     return recorder
 
@@ -201,7 +190,14 @@ def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stat
     if any(other.key.shape[2] != other.query.shape[2] for other, _ in calls):
         raise UnsupportedError(f"{path} attends from tokens to others than its own row's")
     is_flex = isinstance(call.mask, PlaceMask)
-    rules = itertools.chain(far_rules(call) if is_flex else (), _candidates(calls))
+    rules = far_rules(call) if is_flex else []
+    allowed = allowed_of(call)
+    window = int(allowed[..., -1, :].sum(-1).max())
+    first_again = (~allowed[..., 0]).flatten(0, -2).any(0).to(torch.int64)
+    chunk = int(first_again.argmax())  # of queries that do not see the first key, the first
+    reaches = [{}, {"window": window}, *([{"chunk": chunk}] if chunk else [])]
+    for reach, is_causal, documents in itertools.product(reaches, (True, False), (False, True)):
+        rules.append(MaskRule(is_causal, documents=documents, **reach))
     rule = next((rule for rule in rules if all(_follows(rule, *each) for each in calls)), None)
     if is_flex:
         return Caller(path, sizes, interface=False, rule=rule, arithmetic=arithmetic, flex=True)
@@ -209,16 +205,6 @@ def caller_of(path: str, calls: list[tuple[AttentionCall, dict[str, Any]]], stat
         raise UnsupportedError(f"the mask of {path} follows no rule of places and documents that is known")
     is_dense = any(isinstance(each.mask, Tensor) for each, _ in calls) and stated != str(rule)
     return Caller(path, sizes, interface=False, rule=rule, is_dense=is_dense, arithmetic=arithmetic)
-
-
-def _candidates(calls: list[tuple[AttentionCall, dict[str, Any]]]) -> Iterator[MaskRule]:
-    allowed = allowed_of(calls[0][0])
-    window = int(allowed[..., -1, :].sum(-1).max())
-    first_again = (~allowed[..., 0]).flatten(0, -2).any(0).to(torch.int64)
-    chunk = int(first_again.argmax())  # of queries that do not see the first key, the first
-    reaches = [{}, {"window": window}, *([{"chunk": chunk}] if chunk else [])]
-    for reach, is_causal, documents in itertools.product(reaches, (True, False), (False, True)):
-        yield MaskRule(is_causal, documents=documents, **reach)
 
 
 def _follows(rule: MaskRule, call: AttentionCall, inputs: dict[str, Any]) -> bool:
@@ -278,12 +264,21 @@ def measure_mixing(model: nn.Module) -> Mixing:
     real = _Real.of(original, [mixer.path for mixer in mixers], has_mask=True)
     if not real.is_whole:
         real = _Real.of(original, [mixer.path for mixer in mixers], has_mask=False)
-    found = _mixers_of(original, model, mixers, real)
+    # of the model itself, modules of the same class at the same place
+    alike = {(pattern(clean(mixer.path)), type(model.get_submodule(mixer.path))): mixer for mixer in mixers}
+    known, found = {mixer.path: mixer for mixer in mixers}, []
+    for raw, module in original.named_modules():
+        path, kind = clean(raw), (pattern(clean(raw)), type(module))
+        if kind in alike:
+            mixer, sizes = known.get(path, alike[kind]), real.features.get(kind, {})
+            its = (replace(each, features=sizes.get(each.key, int(each.is_integer))) for each in mixer.inputs)
+            found.append(replace(mixer, path=path, inputs=tuple(its)))
     counts_from_zero = _counts_from_zero(copy_of(small), given[0])
     inside = tuple(mixer.path for mixer in found)
     lengths = find_length_uses(original, copy_of(small), inside, makes_positions=not counts_from_zero)
     packed = _packed(masks, given[-1]) if len(given) > 1 else ()
-    return Mixing(tuple(_callers_of(original, callers, real, inside)), base, packed, found, lengths, counts_from_zero)
+    every = tuple(_callers_of(original, callers, real, inside))
+    return Mixing(every, base, packed, tuple(found), lengths, counts_from_zero)
 
 
 def _counts_from_zero(model: nn.Module, batch: dict[str, Tensor]) -> bool:
@@ -331,6 +326,10 @@ class SizeRecorder(Recorder):
     def mask(self, function: MaskFunction, padding: Tensor | None, plain: Callable[[], Any]) -> Any:
         return TokenMask(function, padding, lambda **given: self.attend(sdpa_call(given)))
 
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.calls.append((self.running[-1], call))
+        return call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
+
 
 def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: Collection[str]) -> Iterator[Caller]:
     """Carry the callers of a small copy, which may have fewer blocks and narrower ones, over to the model itself."""
@@ -348,25 +347,6 @@ def _callers_of(model: nn.Module, small: list[Caller], real: _Real, mixers: Coll
         found = known.get(path) or others[0]
         sizes, rule = real.calls.get(path, (found.sizes, found.rule))
         yield replace(found, path=path, sizes=sizes, rule=rule if found.interface else found.rule)
-
-
-def _mixers_of(model: nn.Module, small: nn.Module, found: list[Mixer], real: _Real) -> tuple[Mixer, ...]:
-    """Carry the mixers of a small copy over to the model itself: to modules of the same class at the same place."""
-    alike = {_kind_of(small, mixer.path): mixer for mixer in found}
-    known = {mixer.path: mixer for mixer in found}
-    made = []
-    for raw, _ in model.named_modules():
-        path, kind = clean(raw), _kind_of(model, raw)
-        if kind in alike:
-            mixer = known.get(path, alike[kind])
-            sizes = real.features.get(kind, {})
-            inputs = (replace(each, features=sizes.get(each.key, int(each.is_integer))) for each in mixer.inputs)
-            made.append(replace(mixer, path=path, inputs=tuple(inputs)))
-    return tuple(made)
-
-
-def _kind_of(model: nn.Module, path: str) -> tuple[str, type]:
-    return pattern(clean(path)), type(model.get_submodule(path))
 
 
 @dataclass
@@ -402,7 +382,7 @@ class _Real:
             numbers = {key: leaf.numel() // 2 for key, leaf in tensors_by_path((args, kwargs)).items()}
             features.setdefault((pattern(path), type(module)), {}).update(numbers)
 
-        recorder, is_whole = SizeRecorder(computes=False), False
+        recorder, is_whole = SizeRecorder(), False
         mixing = [(path, module) for path, module in made.named_modules() if pattern(clean(path)) in kinds]
         with contextlib.suppress(Exception):  # whatever a model's code raises on meta
             with watching(mixing, note), _AllTrue(), WithoutWeights(CPU):

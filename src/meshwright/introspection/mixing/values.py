@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.names import is_within, pattern
 from meshwright.core.torch_private import tree_leaves
-from meshwright.introspection.calls import watching
+from meshwright.introspection.calls import tracking
 from meshwright.introspection.logits_tape import model_line
 from meshwright.introspection.mixing.arithmetic import Arithmetic, computing_flex
 from meshwright.introspection.mixing.interception import AttentionCall
@@ -277,19 +277,13 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, length: int):
         super().__init__()
-        self.length, self._modules = length, [""]
+        self.length, self.running = length, [""]
         self.found: dict[LengthUse, None] = {}
-
-    def enter(self, path: str, *_: Any) -> None:
-        self._modules.append(pattern(path))
-
-    def leave(self, *_: Any) -> None:
-        self._modules.pop()
 
     def note(self, kind: Any, expression: Expression = LENGTH) -> None:
         file, line = model_line(__file__)
         if file and not is_general_code(file):
-            self.found.setdefault(LengthUse(self._modules[-1], file, line, kind, expression))
+            self.found.setdefault(LengthUse(pattern(self.running[-1]), file, line, kind, expression))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -387,7 +381,7 @@ def _uses_of(model: nn.Module, device: torch.device, makes_positions: bool) -> l
         batch = {key: value for key, value in batch.items() if signature.takes[key] is not None}
         uses = _Uses(length)
         given = [batch, {"tokens": tokens}] if makes_positions else [batch]
-        hooks = watching(model.named_modules(), uses.enter, uses.leave)
+        hooks = tracking(model.named_modules(), uses.running)
         try:
             with torch.no_grad(), hooks, computing_flex(), uses:
                 for each, training in itertools.product(given, (True, False)):

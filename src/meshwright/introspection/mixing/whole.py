@@ -377,8 +377,18 @@ def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: C
         return any(key not in expected or not torch.equal(leaf, expected[key]) for key, leaf in found.items())
 
     pairs = tuple(dict.fromkeys([*filter(is_read, others), *(masks or ())]))
-    if pairs and not _is_known(model, watch, path, pairs):
-        return None
+    if pairs:  # which follow from the length of rows, their positions and buffers, in each call alike, or are not known
+        buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+        try:
+            made = whole_arguments(copy_without_values(model), buffers, watch.batch, {path: pairs}, torch.device("cpu"))
+        except Exception:  # noqa: BLE001  (whatever the model's code raises without values)
+            return None
+        for each, key in itertools.product(watch.calls[path], pairs):
+            leaf, given = made[path].get(key), each.given.get(key)
+            if leaf is None and given is None:
+                continue
+            if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
+                return None
     inputs = tuple(
         MixerInput(
             key,
@@ -393,19 +403,3 @@ def _mixer(model: nn.Module, watch: OneTokenWatch, path: str, why: str, masks: C
     found = tensors_by_path(call.output).items()
     outputs = tuple(MixerInput(key, dim) for key, leaf in found if (dim := watch.dim_of_output(leaf)) is not None)
     return Mixer(path, why, inputs, outputs, pairs, masks is not None) if inputs and outputs else None
-
-
-def _is_known(model: nn.Module, watch: OneTokenWatch, path: str, keys: tuple[str, ...]) -> bool:
-    """Return whether arguments follow from the length of rows, their positions and buffers, in each call alike."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    try:
-        made = whole_arguments(copy_without_values(model), buffers, watch.batch, {path: keys}, torch.device("cpu"))
-    except Exception:  # noqa: BLE001  (whatever the model's code raises without values)
-        return False
-    for call, key in itertools.product(watch.calls[path], keys):
-        leaf, given = made[path].get(key), call.given.get(key)
-        if leaf is None and given is None:
-            continue
-        if not isinstance(leaf, Tensor) or leaf.is_meta or given is None or not torch.equal(leaf, given):
-            return False
-    return True

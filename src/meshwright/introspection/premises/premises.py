@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.core.names import clean
 from meshwright.core.torch_private import accumulation_hooks, gradient_hooks
-from meshwright.introspection.calls import watching
+from meshwright.introspection.calls import tracking
 from meshwright.introspection.constructor import seeded
 from meshwright.introspection.images import ImageArguments, length_for, pictured, rows_of, sizes_of
 from meshwright.introspection.module_kinds import BATCH_NORMS
@@ -248,22 +248,19 @@ def _seen(model: nn.Module, length: int) -> Premises:
         sparse=together.sparse,
         losses=together.losses,
     )
-    return _with_images(model, first, _with_state(model, first, second, found))
-
-
-def _with_images(model: nn.Module, tokens: Tensor, found: Premises) -> Premises:
-    """Observe rows with images, of a model for which they can be made: whether they mix, and what they use."""
+    found = _with_state(model, first, second, found)
+    # rows with images, of a model for which they can be made: whether they mix, and what they use
     images = ImageArguments.of(model)
     sizes = () if images is None else sizes_of(model, images)
     if images is None or not sizes:
         return found
     counts = (2, 1, 1, 1)
     need = length_for(counts, sizes) + 2
-    tokens = tokens.repeat(1, -(-need // tokens.shape[1]))[:, :need]
+    tokens = first.repeat(1, -(-need // length))[:, :need]
     batch = pictured(tokens, counts, images, sizes, torch.Generator().manual_seed(0))
 
-    def play_of(first: int, last: int, offset: int | None = None) -> Play:
-        rows = rows_of(batch, first, last)
+    def play_of(start: int, stop: int, offset: int | None = None) -> Play:
+        rows = rows_of(batch, start, stop)
         return played(model, rows.pop("tokens"), offset=offset, beside=rows)
 
     together, halves = play_of(0, ROWS), [play_of(0, 2, 0), play_of(2, ROWS, 2)]
@@ -445,6 +442,17 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
             for name in [name for name in vars(module) if f"{clean(path)}.{name}".lstrip(".") in counts]:
                 setattr(module, name, vars(module)[name] + FAR)
         changed = _unlike(later, _outputs(made, first))
+    going_on: tuple[str, ...] = ()
+    if drawn:  # from generators of modules' own: which of them go on in a second call
+
+        def states() -> dict[str, bytes]:
+            held = HeldRandomness(first)
+            with tracking(made.named_modules(), held.within), held, torch.no_grad():
+                called(made, first)
+            return held.generators
+
+        earlier, following = states(), states()
+        going_on = tuple(path for path, generator in earlier.items() if following.get(path) != generator)
     return replace(
         found,
         parameters=tuple(w for name, w in written.items() if name in parameters),
@@ -452,7 +460,7 @@ def _with_state(model: nn.Module, first: Tensor, second: Tensor, found: Premises
         changes=(counts or ("outputs",)) if changed and not explained else (),
         counts_rows=tuple(path for path in counts if path in by_number) if changed else (),
         remembers=_unlike(twice, behind_another) and not explained,
-        generators=_drawing(made, first) if drawn else (),
+        generators=going_on,
     )
 
 
@@ -462,20 +470,6 @@ def _outputs(model: nn.Module, tokens: Tensor, drawn: dict[str, bytes] | None = 
     with held, torch.no_grad():
         output, _ = called(model, tokens)
         return {name: value.clone() for name, value in parts(output, len(tokens))[0].items()}
-
-
-def _drawing(model: nn.Module, tokens: Tensor) -> tuple[str, ...]:
-    """List the modules that go on drawing from a generator of their own in a second call."""
-
-    def states() -> dict[str, bytes]:
-        held = HeldRandomness(tokens)
-        enter, leave = lambda path, *_: held.within.append(path), lambda *_: (held.within.pop(), None)[1]
-        with watching(model.named_modules(), enter, leave), held, torch.no_grad():
-            called(model, tokens)
-        return held.generators
-
-    first, second = states(), states()
-    return tuple(path for path, state in first.items() if second.get(path) != state)
 
 
 def _unlike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

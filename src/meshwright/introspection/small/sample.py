@@ -158,7 +158,19 @@ def _sample(made: nn.Module, arguments: dict[str, str | None], heads: int) -> Sa
         return Sample(made, repeated_blocks(made), inputs, heads)
     of_images = uncalled(made, inputs[0])
     blocks = tuple(path for path in repeated_blocks(made) if not any(is_within(path, own) for own in of_images))
-    shown = _pictured(made, inputs[0], images, generator)
+    shown: dict[str, Any] | None = None  # two rows, with two images and one; None where no images can be made
+    if sizes := sizes_of(made, images):
+        name, counts = next(iter(inputs[0])), (2, 1)
+        length = length_for(counts, sizes) + SEQ
+        rows = torch.randint(0, ids_of(made), (len(counts), length), generator=generator)
+        batch = pictured(rows, counts, images, sizes, generator)
+        del batch[IMAGES_PER_ROW]
+        shown = {name: batch.pop("tokens"), **{key: value for key, value in inputs[0].items() if key != name}, **batch}
+        try:
+            with torch.no_grad():
+                made(**shown)
+        except Exception:  # noqa: BLE001  (a model's code may need other arguments)
+            shown = None
     if shown is not None:
         read = _read(made, shown) - _read(made, inputs[0])
         of_images += tuple(sorted(name for name in read if not any(is_within(name, module) for module in of_images)))
@@ -218,27 +230,6 @@ def _read(model: nn.Module, inputs: dict[str, Any]) -> set[str]:
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(logits_of(model(**inputs)).sum(), list(named.values()), allow_unused=True)
     return {clean(name) for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
-
-
-def _pictured(
-    model: nn.Module, inputs: dict[str, Any], images: ImageArguments, generator: torch.Generator
-) -> dict[str, Any] | None:
-    """Return the arguments of a forward of two rows, with two images and one; None where no images can be made."""
-    sizes, counts = sizes_of(model, images), (2, 1)
-    if not sizes:
-        return None
-    name, plain = next(iter(inputs.items()))
-    length = length_for(counts, sizes) + len(plain[0])
-    tokens = torch.randint(0, ids_of(model), (len(counts), length), generator=generator)
-    made = pictured(tokens, counts, images, sizes, generator)
-    del made[IMAGES_PER_ROW]
-    found = {name: made.pop("tokens"), **{key: value for key, value in inputs.items() if key != name}, **made}
-    try:
-        with torch.no_grad():
-            model(**found)
-    except Exception:  # noqa: BLE001  (a model's code may need other arguments)
-        return None
-    return found
 
 
 def ids_of(model: nn.Module) -> int:

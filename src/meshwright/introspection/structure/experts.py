@@ -147,7 +147,7 @@ def _kinds(model: nn.Module) -> dict[str, tuple[type[nn.Module], str]]:
 
 
 def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
-    """Return the roles of a stack's arguments, its top_k and its width, after a proof."""
+    """Return the roles of a stack's arguments, its top_k and its width, if its shares give the same as the whole."""
     module, stack = sample.model.get_submodule(path), find_stacks(sample.model)[path]
     calls: list[tuple[tuple, dict[str, Any]]] = []
     watch = watching([(path, module)], lambda path, module, args, kwargs: calls.append((args, dict(kwargs))))
@@ -167,30 +167,23 @@ def _tried(sample: Sample, path: str, ranks: int) -> dict[str, Any]:
             f"{path} ({type(module).__name__}) takes {', '.join(given)}, and not tokens, numbers of experts and weights"
         )
     roles = {"rows": others[0], "index": index[0], "weights": others[1]}
-    full = replace(stack, **roles)
-    _prove(full, module, given, ranks)
-    rows, numbers, _ = full.arguments(given)
-    return roles | {"top_k": numbers.shape[1], "width": rows.shape[1]}
-
-
-def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: int) -> None:
-    """Compare the whole stack's output and gradients with the sum over its shares."""
+    stack = replace(stack, **roles)
+    # compare the whole stack's output and gradients with the sum over its shares
     leaves = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
-    x = arguments[stack.rows].detach().clone().requires_grad_()
-    w = arguments[stack.weights].detach().clone().requires_grad_()
-    given = dict(arguments) | {stack.rows: x, stack.weights: w}
+    x, w = (given[name].detach().clone().requires_grad_() for name in (stack.rows, stack.weights))
+    given = dict(given) | {stack.rows: x, stack.weights: w}
     wanted = _first(functional_call(module, leaves, kwargs=given))
-    rows, index, weights = stack.arguments(given)
+    rows, numbers, weights = stack.arguments(given)
     out = torch.zeros_like(rows)
     share = stack.experts // ranks
     for low in range(0, stack.experts, share):
-        token, slot = ((index >= low) & (index < low + share)).nonzero(as_tuple=True)
+        token, slot = ((numbers >= low) & (numbers < low + share)).nonzero(as_tuple=True)
         if len(token):
             held = {name: p[low : low + share] for name, p in leaves.items()}
             forward = partial(functional_call, module, held, None)
             try:  # the module counts the experts that it holds
                 vars(module).update(dict.fromkeys(stack.counts, share))
-                made = stack.compute(forward, rows[token], index[token, slot] - low)
+                made = stack.compute(forward, rows[token], numbers[token, slot] - low)
             finally:
                 vars(module).update(dict.fromkeys(stack.counts, stack.experts))
             out = out.index_add(0, token, made * weights[token, slot].unsqueeze(1))
@@ -204,9 +197,10 @@ def _prove(stack: Stack, module: nn.Module, arguments: dict[str, Any], ranks: in
         if not torch.linalg.vector_norm(one - other) <= LARGEST_ERROR * torch.linalg.vector_norm(one):
             what = "its output" if name == "output" else f"the gradient of {name}"
             raise UnsupportedError(
-                f"{stack.path} ({type(module).__name__}) does not give the same when {ranks} ranks share its"
+                f"{path} ({type(module).__name__}) does not give the same when {ranks} ranks share its"
                 f" {stack.experts} experts out: {what} is another. Set layout.ep = 1."
             )
+    return roles | {"top_k": numbers.shape[1], "width": rows.shape[1]}
 
 
 def _first(output: Any) -> Any:

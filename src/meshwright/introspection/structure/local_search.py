@@ -199,30 +199,27 @@ class _Rehearsal:
         self.hidden = tuple(key for key, value in given if all(value is taken for taken in inputs))
         self.entered: Tensor | None = None
         self.stopped = ""
-        self.copies = [self._copy(rank) for rank in range(ranks)]
-
-    def _copy(self, rank: int) -> nn.Module:
-        probe, region = self.probe, self.region
-        made = copy_of(probe.module(region.container))
         inside = f"{region.container}." if region.container else ""
-        stubs: dict[str, nn.Module] = {}
-        for path in (*region.producers, *region.spanning):
-            cut = region.cut_of(f"{path}.weight")
-            assert cut is not None
-            given = probe.output_of(path)
-            stubs[probe.place_of(path)] = _Gives(take(given, -1, cut.parts, rank, self.ranks))
-        stubs |= {path: _Gives(probe.output_of(path)) for path in region.latent}
-        stubs[probe.place_of(region.consumer)] = _Takes(self, probe.output_of(region.consumer))
-        for path, stub in stubs.items():
-            parent, _, name = path.removeprefix(inside).rpartition(".")
-            setattr(made.get_submodule(parent), name, stub)
-        for cut in region.cuts:
-            path, _, name = cut.name.rpartition(".")
-            if not any(is_within(path, stub) for stub in stubs) and (path + ".").startswith(inside):
-                module = made.get_submodule(path.removeprefix(region.container).removeprefix("."))
-                held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-                held[name] = take(held[name].data, cut.dim, cut.parts, rank, self.ranks)
-        return made
+        self.copies: list[nn.Module] = []
+        for rank in range(ranks):
+            made = copy_of(probe.module(region.container))
+            stubs: dict[str, nn.Module] = {}
+            for path in (*region.producers, *region.spanning):
+                cut = region.cut_of(f"{path}.weight")
+                assert cut is not None
+                stubs[probe.place_of(path)] = _Gives(take(probe.output_of(path), -1, cut.parts, rank, ranks))
+            stubs |= {path: _Gives(probe.output_of(path)) for path in region.latent}
+            stubs[probe.place_of(region.consumer)] = _Takes(self, probe.output_of(region.consumer))
+            for path, stub in stubs.items():
+                parent, _, name = path.removeprefix(inside).rpartition(".")
+                setattr(made.get_submodule(parent), name, stub)
+            for cut in region.cuts:
+                path, _, name = cut.name.rpartition(".")
+                if not any(is_within(path, stub) for stub in stubs) and (path + ".").startswith(inside):
+                    module = made.get_submodule(path.removeprefix(region.container).removeprefix("."))
+                    held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                    held[name] = take(held[name].data, cut.dim, cut.parts, rank, ranks)
+            self.copies.append(made)
 
     def succeeds(
         self,

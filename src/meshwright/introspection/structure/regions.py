@@ -168,26 +168,6 @@ def parts_of(labels: Sequence[int | None], groups: int) -> tuple[FusedPart, ...]
     return tuple(parts)
 
 
-# --- check that heads are made from latent layers alone
-
-
-def follow_from(probe: Probe, begins: tuple[str, ...], fed: tuple[str, ...]) -> bool:
-    """Return whether ``fed`` layers' inputs ignore the block's input while outputs of ``begins`` are held."""
-    entered: dict[str, Tensor] = {}
-
-    def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        entered[path] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).clone()
-
-    generator = torch.Generator().manual_seed(0)
-    held = probe.giving({path: probe.output_of(path) for path in begins})
-    with torch.no_grad(), watching([(path, probe.module(path)) for path in fed], note), held:
-        probe.rerun(lambda x: x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
-    before = {path: probe.calls[path][0].entered for path in fed}
-    return all(
-        kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items()
-    )
-
-
 # --- derive regions from measured influence
 
 SAMPLED = 8
@@ -260,7 +240,21 @@ def _with_latent(probe: Probe, influence: Influence, producers: list[str], consu
     region = _region(probe, influence, cut, consumer, latent=latent, fed=fed) if cut else None
     if region is None or region.kind != "attention" or region.adapted or not region.container:
         return None
-    return region if follow_from(probe, region.begins, fed) else None
+    # while the outputs of the layers that begin it are held, inputs of the others ignore the block's
+    entered: dict[str, Tensor] = {}
+
+    def note(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        entered[path] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).clone()
+
+    generator = torch.Generator().manual_seed(0)
+    held = probe.giving({path: probe.output_of(path) for path in region.begins})
+    with torch.no_grad(), watching([(path, probe.module(path)) for path in fed], note), held:
+        probe.rerun(lambda x: x + torch.randn(x.shape, dtype=x.dtype, generator=generator))
+    before = {path: probe.calls[path][0].entered for path in fed}
+    follow = all(
+        kept is not None and torch.allclose(entered[path], kept, rtol=1e-9, atol=1e-12) for path, kept in before.items()
+    )
+    return region if follow else None
 
 
 def _region(
@@ -313,7 +307,15 @@ def _region(
         container = owner(container)
     others, shared = _other_tensors(probe, container, {cut.name for cut in cuts}, (consumer, *fed), (fine, joint), held)
     kind = "attention" if any(r.later.any() for r in reach.values()) else "feed_forward"
-    roles = [(through.get(path, path), _role(probe, path, r, consumer, held, kind)) for path, r in reach.items()]
+    roles = []
+    for path, r in reach.items():  # queries act at their own token only, keys and values at later ones, values linearly
+        later = r.later.nonzero().flatten().tolist() if kind == "attention" else list(range(len(r.later)))
+        sampled = later[:: max(1, len(later) // SAMPLED)]
+        linear = {probe.is_linear(path, feature, consumer, held) for feature in sampled}
+        names = {True: "value", False: "key"} if kind == "attention" else {True: "up", False: "gate"}
+        of_query = ["query"] if kind == "attention" and not r.later.all() else []
+        found = [*of_query, *(names[way] for way in (False, True) if way in linear)]
+        roles.append((through.get(path, path), "+".join(found)))
     if kind == "feed_forward" and not any("up" in role for _, role in roles):  # nothing is gated
         roles = [(path, "up") for path, _ in roles]
     roles = [*((path, "latent") for path in latent), *roles, (consumer, "output" if kind == "attention" else "down")]
@@ -323,18 +325,8 @@ def _region(
     shared += tuple(f"{pair[path == consumer]}.weight" for path, pair in _pairs(adapted))
     if consumer in probe.adapted and probe.module(consumer)._parameters.get("bias") is not None:
         shared += (f"{consumer}.bias",)
-    fine_cuts, found = (*cuts, *others), (tuple(through), tuple(roles), adapted, latent, fed)
-    return Region(kind, container, tuple(linears), consumer, len(fine), fine_cuts, shared, *found)
-
-
-def _role(probe: Probe, producer: str, reach: Reach, consumer: str, held: list[str], kind: str) -> str:
-    """Name a producer's role: queries act at their own token only, keys and values at later ones, values linearly."""
-    later = reach.later.nonzero().flatten().tolist() if kind == "attention" else list(range(len(reach.later)))
-    sampled = later[:: max(1, len(later) // SAMPLED)]
-    linear = {probe.is_linear(producer, feature, consumer, held) for feature in sampled}
-    names = {True: "value", False: "key"} if kind == "attention" else {True: "up", False: "gate"}
-    found = ["query"] if kind == "attention" and not reach.later.all() else []
-    return "+".join([*found, *(names[way] for way in (False, True) if way in linear)])
+    fine_cuts, more = (*cuts, *others), (tuple(through), tuple(roles), adapted, latent, fed)
+    return Region(kind, container, tuple(linears), consumer, len(fine), fine_cuts, shared, *more)
 
 
 def _components(influences: list[Tensor]) -> list[list[int]]:

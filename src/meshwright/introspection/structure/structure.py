@@ -163,56 +163,47 @@ def _kind(probe: Probe, far: Probe, blocks: tuple[str, ...]) -> BlockKind:
     for path in (path for region in regions for path in region.begins):
         by_input.setdefault(id(next(iter(probe.calls[path][0].tensors.values()))), []).append(path)
     gathers = tuple(map(tuple, by_input.values()))
+    norms: tuple[str, ...] = ()
+    if not probe.adapted and not any(region.latent for region in regions):
+        norms = side_by_side(probe, gathers, hidden)
+    # the consumers, if the last one may output the sum of all with the same result
+    consumers, summed = [region.consumer for region in regions], tuple[str, ...]()
+    order = [path for path in probe.calls if path in consumers]  # of completion
+    if len(order) > 1 and not any(producer in order for producer, _ in probe.influence(order, list(probe.linears))):
+        shape, last = probe.output_of(order[0]).shape, order[-1]
+        total = torch.stack([probe.output_of(path).view(shape) for path in order]).sum(0)
+        moved = {path: torch.zeros_like(total) for path in order[:-1]}
+        with torch.no_grad(), probe.giving(moved | {last: total.view(probe.output_of(last).shape)}):
+            found = probe.rerun()
+        left = probe.call.left
+        summed = tuple(order) if left is not None and torch.allclose(found, left, rtol=1e-6, atol=1e-9) else ()
+    # With the ends of all regions held, pushes of the residual stream at two tokens reach others. The first token is
+    # pushed in one row, and the last in the other: each distance is between them and some token, or between the second
+    # one of a row, at a third of it, and some token.
+    places, third = torch.zeros(far.shape, dtype=torch.bool), far.shape[1] // 3
+    places[0, [0, third]] = places[1, [-1, -1 - third]] = True
+
+    def push(x: Tensor) -> Tensor:
+        pushed = x.clone()  # not equal for all features: a norm that centres would hide it
+        pushed[places] += torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
+        return pushed
+
+    with torch.no_grad(), far.giving({path: far.output_of(path) for path in consumers}):
+        rest = far.rerun()
+        found = far.rerun(push)
+    reached = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
     return BlockKind(
         blocks=blocks,
         hidden=hidden,
         regions=regions,
         gathers=gathers,
-        norms=() if probe.adapted or any(region.latent for region in regions) else side_by_side(probe, gathers, hidden),
-        summed=_summed(probe, regions),
-        mixes_outside=_mixes_outside(far, regions),
+        norms=norms,
+        summed=summed,
+        mixes_outside=bool(reached[~places].any()),
         strange=tuple(
             find_others(probe.block, probe.calls, [path for path in probe.linears if path not in probe.adapted])
         ),
     )
-
-
-def _summed(probe: Probe, regions: tuple[Region, ...]) -> tuple[str, ...]:
-    """List the consumers if the last one may output the sum of all with the same result; else nothing."""
-    consumers = [region.consumer for region in regions]
-    order = [path for path in probe.calls if path in consumers]  # of completion
-    if len(order) < 2 or any(producer in order for producer, _ in probe.influence(order, list(probe.linears))):
-        return ()
-    total = torch.stack([probe.output_of(path).view(probe.output_of(order[0]).shape) for path in order]).sum(0)
-    moved = {path: torch.zeros_like(total) for path in order[:-1]} | {
-        order[-1]: total.view(probe.output_of(order[-1]).shape)
-    }
-    rest = probe.call.left
-    with torch.no_grad(), probe.giving(moved):
-        found = probe.rerun()
-    return tuple(order) if rest is not None and torch.allclose(found, rest, rtol=1e-6, atol=1e-9) else ()
-
-
-def _mixes_outside(probe: Probe, regions: tuple[Region, ...]) -> bool:
-    """Return whether, with the ends of all regions held, pushes of the residual stream at two tokens reach others.
-
-    The first token is pushed in one row, and the last in the other: each distance is between them and some token, or
-    between the second one of a row, at a third of it, and some token.
-    """
-    held = {region.consumer: probe.output_of(region.consumer) for region in regions}
-    places, third = torch.zeros(probe.shape, dtype=torch.bool), probe.shape[1] // 3
-    places[0, [0, third]] = places[1, [-1, -1 - third]] = True
-
-    def push(hidden: Tensor) -> Tensor:
-        pushed = hidden.clone()  # not equal for all features: a norm that centres would hide it
-        pushed[places] += torch.randn(pushed.shape[-1], dtype=pushed.dtype, generator=torch.Generator().manual_seed(0))
-        return pushed
-
-    with torch.no_grad(), probe.giving(held):
-        rest = probe.rerun()
-        found = probe.rerun(push)
-    moved = ((found - rest).abs() > ROUNDING * rest.abs().amax()).flatten(2).any(-1)
-    return bool(moved[~places].any())
 
 
 def _ends(sample: Sample, outside: dict[str, list[Call]]) -> tuple[str | None, str | None]:

@@ -9,11 +9,9 @@ from typing import Any, Literal
 from meshwright.core.axes import Axis
 from meshwright.core.names import is_within
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.mixing.values import MaskRule, Sizes
+from meshwright.introspection.mixing.values import MaskRule
 from meshwright.planning.context.plan import (
     ContextPlan,
-    Method,
-    MixerPlan,
     keys_and_values,
     of_rank,
     summed_dtype,
@@ -55,98 +53,92 @@ def attention_collectives(
     for caller, method in zip(plan.mixing.callers, plan.methods, strict=True):
         if blocks is not None and not any(is_within(caller.path, block) for block in blocks):
             continue
-        has_gradient = not begins or _has_gradient(facts, caller.path)
-        calls = 1 + (has_gradient and any(is_within(caller.path, path) for path in recomputed))
-        passes = 1 if keeps_attention else calls
-        place, sizes = _Place(plan.ranks, caller.path, precision, calls), of_rank(caller.sizes, tensor_ranks)
-        messages = _of_attention(place, sizes, method, caller.rule or MaskRule(), passes)
-        yield from (c for c, backward in messages if not backward or has_gradient)
+        to = _Place.of(facts, plan, precision, recomputed, caller.path, begins)
+        sizes, neighbours = of_rank(caller.sizes, tensor_ranks), method.neighbours
+        if method.kind == "all_gather":
+            yield from to.send("all_gather", BOTH, keys_and_values(sizes), 1)
+            yield from to.send("reduce_scatter", BOTH, keys_and_values(sizes), -1, summed=True)
+        if method.kind in ("ulysses", "ulysses_ring"):
+            # each keeps its own part of what neighbours trade; a message over the whole axis counts as keeping a part
+            elements, among = (neighbours - 1) * traded_elements(sizes, neighbours), neighbours * (to.ranks - 1)
+            for direction in (1, -1):
+                yield from to.send("all_to_all", "heads", elements, direction * TRADES, among=among)
+        if method.kind in ("ring", "ulysses_ring"):
+            # parts of all neighbours go round, each with the key heads that one of the neighbours has
+            rounds, heads = to.ranks // neighbours - 1, max(1, -(-sizes.key_heads // neighbours))
+            elements = rounds * neighbours * heads * (sizes.key_features + sizes.value_features)
+            options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
+            to = replace(to, calls=1) if keeps_attention else to
+            yield from to.send("send", BOTH, elements, rounds, **options)
+            yield from to.send("send", BOTH, elements, -rounds, **options)
+            yield from to.send("send", BOTH, elements, -rounds, summed=True, **options)
+        if method.kind == "halo":
+            options = {"sees": caller.rule or MaskRule()}
+            yield from to.send("all_to_all", BOTH, keys_and_values(sizes), 1, **options)
+            yield from to.send("all_to_all", BOTH, keys_and_values(sizes), -1, summed=True, returns=True, **options)
     for planned in plan.mixers:
-        module = planned.mixer.path
         if blocks is not None and planned.block and planned.block not in blocks:
             continue
-        has_gradient = not begins or _has_gradient(facts, module)
-        calls = 1 + (has_gradient and any(is_within(module, path) for path in recomputed))
-        messages = _of_mixer(_Place(plan.ranks, module, precision, calls), planned)
-        yield from (c for c, backward in messages if not backward or has_gradient)
+        to = _Place.of(facts, plan, precision, recomputed, planned.mixer.path, begins)
+        for each in planned.gathered:
+            options = {"dtype": "int64"} if each.is_integer else {}
+            yield from to.send("all_gather", "tokens", each.features, 1, **options)
+            if each.follows and not each.is_integer:
+                yield from to.send("reduce_scatter", "tokens", each.features, -1, summed=True)
+        if planned.trade is not None:  # what its layers give, and what the last is given
+            traded = planned.trade.traded(to.ranks)
+            elements, among = (to.ranks - 1) * sum(traded.values()), to.ranks * (to.ranks - 1)
+            for direction in (1, -1):
+                yield from to.send("all_to_all", "heads", elements, direction * len(traded), among=among)
+
+
+Op = Literal["all_gather", "reduce_scatter", "send", "all_to_all"]
+BOTH = "keys and values"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The messages of one module; ``calls``: of its forward in a microbatch."""
+    """The messages of one module.
+
+    Attributes:
+        calls: of its forward in a microbatch.
+        has_gradient: whether something is trained before it, or beside it in the module around.
+    """
 
     ranks: int
     path: str
     precision: PrecisionPlan
     calls: int
+    has_gradient: bool
 
-    def make(self, op: Op, unit: str, elements: int, calls: int, *, summed: bool = False, **options: Any) -> Message:
-        """Describe a message of the forward, or of the backward where ``summed`` gradients or ``calls`` < 0."""
+    @classmethod
+    def of(
+        cls,
+        facts: ModelFacts,
+        plan: ContextPlan,
+        precision: PrecisionPlan,
+        recomputed: tuple[str, ...],
+        path: str,
+        begins: bool,
+    ) -> _Place:
+        names = [parameter.name for parameter in facts.parameters]
+        around = path
+        while around and not any(is_within(name, around) for name in names):
+            around = around.rpartition(".")[0]
+        behind = max((number for number, name in enumerate(names) if is_within(name, around)), default=len(names) - 1)
+        has_gradient = not begins or any(parameter.trainable for parameter in facts.parameters[: behind + 1])
+        calls = 1 + (has_gradient and any(is_within(path, module) for module in recomputed))
+        return cls(plan.ranks, path, precision, calls, has_gradient)
+
+    def send(
+        self, op: Op, unit: str, elements: int, calls: int, *, summed: bool = False, **options: Any
+    ) -> Iterator[Collective]:
+        """Yield a message of the forward, or of the backward (``calls`` < 0), whose gradients may be ``summed``."""
+        is_backward = calls < 0
+        if is_backward and not self.has_gradient:
+            return
         compute = self.precision.compute
         dtype = options.pop("dtype", summed_dtype(compute) if summed else compute)
-        unit = f"{unit} of {self.path}"
-        is_backward = calls < 0
         calls, elements = (-calls, elements) if is_backward else (self.calls * calls, self.calls * elements)
         of_all = {"axis": Axis.CP.value, "ranks": self.ranks, "per": "microbatch", "by_token": True} | options
-        return Collective(op=op, unit=unit, elements=elements, dtype=dtype, calls=calls, **of_all), is_backward
-
-
-Message = tuple[Collective, bool]
-"""A message, and whether the backward sends it."""
-Messages = Iterator[Message]
-Op = Literal["all_gather", "reduce_scatter", "send", "all_to_all"]
-BOTH = "keys and values"
-
-
-def _of_attention(to: _Place, sizes: Sizes, method: Method, rule: MaskRule, passes: int) -> Messages:
-    """List the messages of one attention.
-
-    Args:
-        passes: calls of its forward that let keys go round a ring.
-    """
-    neighbours = method.neighbours
-    if method.kind == "all_gather":
-        yield to.make("all_gather", BOTH, keys_and_values(sizes), 1)
-        yield to.make("reduce_scatter", BOTH, keys_and_values(sizes), -1, summed=True)
-    if method.kind in ("ulysses", "ulysses_ring"):
-        # each keeps its own part of what neighbours trade; a message over the whole axis counts as keeping a part of it
-        elements, among = (neighbours - 1) * traded_elements(sizes, neighbours), neighbours * (to.ranks - 1)
-        for direction in (1, -1):
-            yield to.make("all_to_all", "heads", elements, direction * TRADES, among=among)
-    if method.kind in ("ring", "ulysses_ring"):
-        # parts of all neighbours go round, each with the key heads that one of the neighbours has
-        rounds, heads = to.ranks // neighbours - 1, max(1, -(-sizes.key_heads // neighbours))
-        elements = rounds * neighbours * heads * (sizes.key_features + sizes.value_features)
-        options: dict[str, Any] = {"among": to.ranks, "ranks": 2}
-        to = replace(to, calls=passes)
-        yield to.make("send", BOTH, elements, rounds, **options)
-        yield to.make("send", BOTH, elements, -rounds, **options)
-        yield to.make("send", BOTH, elements, -rounds, summed=True, **options)
-    if method.kind == "halo":
-        options = {"sees": rule}
-        yield to.make("all_to_all", BOTH, keys_and_values(sizes), 1, **options)
-        yield to.make("all_to_all", BOTH, keys_and_values(sizes), -1, summed=True, returns=True, **options)
-
-
-def _of_mixer(to: _Place, planned: MixerPlan) -> Messages:
-    """List the gathered inputs of a mixer, and the trades of its layers: what they give, and what the last is given."""
-    for each in planned.gathered:
-        options: dict[str, Any] = {"dtype": "int64"} if each.is_integer else {}
-        yield to.make("all_gather", "tokens", each.features, 1, **options)
-        if each.follows and not each.is_integer:
-            yield to.make("reduce_scatter", "tokens", each.features, -1, summed=True)
-    if planned.trade is None:
-        return
-    traded = planned.trade.traded(to.ranks)
-    elements, among = (to.ranks - 1) * sum(traded.values()), to.ranks * (to.ranks - 1)
-    for direction in (1, -1):
-        yield to.make("all_to_all", "heads", elements, direction * len(traded), among=among)
-
-
-def _has_gradient(facts: ModelFacts, path: str) -> bool:
-    """Return whether something is trained before a module that calls attention, or beside it in the module around."""
-    names = [parameter.name for parameter in facts.parameters]
-    while path and not any(is_within(name, path) for name in names):
-        path = path.rpartition(".")[0]
-    behind = max((number for number, name in enumerate(names) if is_within(name, path)), default=len(names) - 1)
-    return any(parameter.trainable for parameter in facts.parameters[: behind + 1])
+        yield Collective(op=op, unit=f"{unit} of {self.path}", elements=elements, dtype=dtype, calls=calls, **of_all)

@@ -318,22 +318,6 @@ def key_in_arguments(key: int | str) -> str:
     return f"[0][{key}]" if isinstance(key, int) else f"[1]['{key}']"
 
 
-def plan_mixers(facts: ModelFacts, mixers: tuple[Mixer, ...], ranks: int, tensor_ranks: int) -> tuple[MixerPlan, ...]:
-    """Share out the heads of each mixer, where these were measured apart; compute the others whole."""
-    if not mixers:
-        return ()
-    facts.measurements.sample(ranks)  # for rehearsals: a model that is laid out cannot be copied
-    measured = None
-    if not all(mixer.has_attention for mixer in mixers):
-        with suppress(UnsupportedError):
-            measured = facts.measurements.structure(ranks)
-    blocks = {m.path: next((block for block in facts.blocks if is_within(m.path, block)), "") for m in mixers}
-    return tuple(
-        replace(_planned(measured, m, blocks[m.path], ranks * tensor_ranks, tensor_ranks), block=blocks[m.path])
-        for m in mixers
-    )
-
-
 def _planned(measured: Measured | None, mixer: Mixer, block: str, shares: int, tensor_ranks: int) -> MixerPlan:
     """Plan one mixer, whose heads ``shares`` ranks of both axes would share out."""
     if mixer.has_attention:
@@ -450,9 +434,18 @@ def context_plan(
     if layout.cp == 1:
         return None
     mixing = facts.measurements.mixing()
-    mixers = plan_mixers(facts, mixing.mixers, layout.cp, layout.tp)
+    measured = None
+    if mixing.mixers:
+        facts.measurements.sample(layout.cp)  # for rehearsals: a model that is laid out cannot be copied
+    if not all(mixer.has_attention for mixer in mixing.mixers):
+        with suppress(UnsupportedError):
+            measured = facts.measurements.structure(layout.cp)
+    mixers = []
+    for mixer in mixing.mixers:
+        block = next((block for block in facts.blocks if is_within(mixer.path, block)), "")
+        mixers.append(replace(_planned(measured, mixer, block, layout.cp * layout.tp, layout.tp), block=block))
     made = plan_methods(mixing, layout.cp, layout.tp, requested.context_parallel_method, precision.compute)
-    return replace(made, mixers=mixers)
+    return replace(made, mixers=tuple(mixers))
 
 
 # --- check context parallelism
@@ -497,16 +490,10 @@ def context_companions(case: Case) -> Found:
     except UnsupportedError as error:
         yield UnsupportedError(f"{error}. Set layout.cp = 1.")
         return
-    yield from _as_measured(case, mixing)
-
-
-def _as_measured(case: Case, mixing: Mixing) -> Found:
-    """Refuse ways by which tokens see each other, as a small copy shows them before rows are cut."""
-    ranks, tensor_ranks = case.layout.cp, case.layout.tp
-    conditional = set(case.facts.measurements.premises().conditional)
-    names = [p.name for p in case.facts.parameters if p.trainable] if conditional else []
+    conditional = set(facts.measurements.premises().conditional)
+    names = [p.name for p in facts.parameters if p.trainable] if conditional else []
     # a block that a small copy never calls has no known way in which tokens meet
-    paths = [*(caller.path for caller in mixing.callers), *(mixer.path for mixer in mixing.mixers), *case.facts.blocks]
+    paths = [*(caller.path for caller in mixing.callers), *(mixer.path for mixer in mixing.mixers), *facts.blocks]
     inside = {path: {name for name in names if is_within(name, path)} for path in paths}
     if path := next((path for path, held in inside.items() if held and held <= conditional), None):
         yield UnsupportedError(
@@ -519,9 +506,9 @@ def _as_measured(case: Case, mixing: Mixing) -> Found:
             f" block does not allow. Set techniques.compile = false."
         )
     needy = next((m for m in mixing.mixers if any(each.is_read and not each.is_integer for each in m.inputs)), None)
-    if needy is not None and tensor_ranks > 1 and case.techniques.sequence_parallel:
+    if needy is not None and case.layout.tp > 1 and case.techniques.sequence_parallel:
         yield UnsupportedError(
-            f"layout.cp = {ranks} with layout.tp = {tensor_ranks}: {needy.path} needs whole rows ({needy.why}), and"
+            f"layout.cp = {ranks} with layout.tp = {case.layout.tp}: {needy.path} needs whole rows ({needy.why}), and"
             f" tensor-parallel ranks have parts of them. Set techniques.sequence_parallel = false, or layout.tp = 1."
         )
     unknown = (m for m in mixing.mixers if any(each.is_read and not each.features for each in m.inputs))

@@ -12,7 +12,7 @@ dualpipe_v               DualPipe (arXiv 2412.19437) cut in half, in the shape o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,23 +73,21 @@ class ScheduleKind:
         return with_weight_gradients(made) if self.splits_backward and not self.is_v else made
 
 
-def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """Yield ``ahead`` forwards, then one forward and one backward in turns, then the remaining backwards."""
-    ahead = min(ahead, len(forwards))
-    yield from forwards[:ahead]
-    for number, backward in enumerate(backwards):
-        yield from forwards[ahead + number : ahead + number + 1]
-        yield backward
-
-
 def _looped(rank: int, ranks: int, microbatches: int, per_rank: int, *, backward: Work) -> list[Action]:
-    """Order a rank whose microbatches go through the loops ``ranks`` at a time."""
+    """Order a rank whose microbatches go through the loops ``ranks`` at a time.
+
+    Some forwards, then one forward and one backward in turns, then the remaining backwards.
+    """
     rounds = [range(first, min(first + ranks, microbatches)) for first in range(0, microbatches, ranks)]
     stages = [loop * ranks + rank for loop in range(per_rank)]
     forwards = [Action(stage, Work.FORWARD, m) for group in rounds for stage in stages for m in group]
     backwards = [Action(stage, backward, m) for group in rounds for stage in reversed(stages) for m in group]
     ahead = (ranks - 1 - rank) * (2 if per_rank > 1 and backward is Work.BACKWARD else 1)
-    return list(_alternating(forwards, backwards, (per_rank - 1) * ranks + ahead))
+    ahead = min((per_rank - 1) * ranks + ahead, len(forwards))
+    order = forwards[:ahead]
+    for number, action in enumerate(backwards):
+        order += [*forwards[ahead + number : ahead + number + 1], action]
+    return order
 
 
 def _breadth_first(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
@@ -116,11 +114,6 @@ class _Rank:
             if number < self.microbatches:
                 self.order.append(Action(self.stages[leg], work, number))
 
-    def finish_weights(self, *legs: int) -> None:
-        for leg in legs:
-            while self.done[leg, Work.WEIGHT] < self.done[leg, Work.INPUT]:
-                self.do(leg, Work.WEIGHT)
-
 
 def _zbv(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action]:
     F, I, W = Work.FORWARD, Work.INPUT, Work.WEIGHT  # noqa: E741
@@ -142,7 +135,9 @@ def _zbv(rank: int, ranks: int, microbatches: int, per_rank: int) -> list[Action
         here.do(1, I)
     for _ in range(ranks - rank):
         here.do(0, I, W)
-    here.finish_weights(1, 0)
+    for leg in (1, 0):
+        while here.done[leg, W] < here.done[leg, I]:
+            here.do(leg, W)
     return here.order
 
 
@@ -196,23 +191,21 @@ def with_weight_gradients(schedule: PipelineSchedule) -> PipelineSchedule:
     Later ranks defer more. The deferred number is the one with the shortest total time if F, I and W take equal time.
     """
     per_rank = schedule.stages // len(schedule.ranks)
-    tried = [_delayed(schedule, delay) for delay in range(2 * per_rank + 1)]
+    tried = []
+    for delay in range(2 * per_rank + 1):
+        orders = []
+        for rank, actions in enumerate(schedule.ranks):
+            made: list[Action] = []
+            pending: list[Action] = []
+            for action in actions:
+                made.append(action)
+                if action.work is Work.INPUT:
+                    pending.append(action._replace(work=Work.WEIGHT))
+                    if len(pending) > delay * rank:
+                        made.append(pending.pop(0))
+            orders.append((*made, *pending))
+        tried.append(replace(schedule, ranks=tuple(orders)))
     return min(tried, key=lambda made: simulate(made, unit_cost).makespan)
-
-
-def _delayed(schedule: PipelineSchedule, delay: int) -> PipelineSchedule:
-    orders = []
-    for rank, actions in enumerate(schedule.ranks):
-        made: list[Action] = []
-        pending: list[Action] = []
-        for action in actions:
-            made.append(action)
-            if action.work is Work.INPUT:
-                pending.append(action._replace(work=Work.WEIGHT))
-                if len(pending) > delay * rank:
-                    made.append(pending.pop(0))
-        orders.append((*made, *pending))
-    return replace(schedule, ranks=tuple(orders))
 
 
 def forwards(rank_of: tuple[int, ...], microbatches: int) -> PipelineSchedule:

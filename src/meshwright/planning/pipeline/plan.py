@@ -164,11 +164,7 @@ class PipelinePlan:
 
     @property
     def splits_backward(self) -> bool:
-        return (
-            read_schedule(self.schedule).splits_backward
-            if self._is_table
-            else schedule_kind(self.schedule).splits_backward
-        )
+        return has_split_backward(self.schedule)
 
     @property
     def least(self) -> int:
@@ -275,7 +271,11 @@ def pipeline_companions(case: Case) -> Found:
             f" first backward that it"
             f" sees. Set techniques.data_parallel = fully_shard, which replicates over layout.dp_replicate too."
         )
-    if t.sync_grad_accum is not False and _splits_backward(case):
+    try:
+        splits = has_split_backward(t.pipeline_schedule)
+    except ConfigError:  # another rule reports it
+        splits = False
+    if t.sync_grad_accum is not False and splits:
         by_stage = t.zero_stage in (2, 3)
         key = f"zero_stage = {t.zero_stage}" if by_stage else f"sync_grad_accum = {str(t.sync_grad_accum).lower()}"
         yield UnsupportedError(
@@ -283,7 +283,7 @@ def pipeline_companions(case: Case) -> Found:
             f" input and weight gradients apart, so that no microbatch has all of its gradients at one time. Use 1f1b"
             f" or interleaved_1f1b, or techniques.{'zero_stage = 1' if by_stage else 'sync_grad_accum = false'}."
         )
-    if t.compile and _splits_backward(case):
+    if t.compile and splits:
         yield UnsupportedError(
             f"techniques.compile does not go with techniques.pipeline_schedule = {t.pipeline_schedule}, which computes"
             f" input and weight gradients apart: a compiled block computes both at once. Use 1f1b or interleaved_1f1b,"
@@ -361,12 +361,11 @@ def count_stages(t: Techniques, ranks: int, blocks: int) -> int:
     return stages
 
 
-def _splits_backward(case: Case) -> bool:
-    name = case.techniques.pipeline_schedule
-    try:
-        return read_schedule(name).splits_backward if name.endswith(".csv") else schedule_kind(name).splits_backward
-    except ConfigError:  # another rule reports it
-        return False
+def has_split_backward(schedule: str) -> bool:
+    """Return whether a schedule, by its name or CSV file, splits backwards; ConfigError if it cannot be read."""
+    if schedule.endswith(".csv"):
+        return read_schedule(schedule).splits_backward
+    return schedule_kind(schedule).splits_backward
 
 
 # --- build a PipelinePlan from model facts and requested techniques
@@ -380,7 +379,12 @@ def make_pipeline_plan(
     flow = flow_of(facts.module, measured)
     own = measured.structure.blocks
     stages = count_stages(requested, layout.pp, len(own))
-    schedule, ranks = _schedule_of(requested.pipeline_schedule, layout.pp, stages)
+    schedule = requested.pipeline_schedule
+    if schedule.endswith(".csv"):
+        ranks = read_schedule(schedule).rank_of
+    else:
+        kind = schedule_kind(schedule)
+        schedule, ranks = kind.name, kind.rank_of(layout.pp, stages // layout.pp)
     if requested.pipeline_cuts:
         cuts = given_cuts(requested.pipeline_cuts, len(own), stages)
     elif size := requested.layers_per_stage:
@@ -414,11 +418,3 @@ def make_pipeline_plan(
         counts_tokens_behind=flow.counts_tokens_behind,
         of_images=measured.structure.of_images,
     )
-
-
-def _schedule_of(request: str, ranks: int, stages: int) -> tuple[str, tuple[int, ...]]:
-    """Return the name of a schedule, or the path of its CSV file, and the rank of each stage."""
-    if request.endswith(".csv"):
-        return request, read_schedule(request).rank_of
-    kind = schedule_kind(request)
-    return kind.name, kind.rank_of(ranks, stages // ranks)

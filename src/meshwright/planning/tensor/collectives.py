@@ -35,14 +35,73 @@ def tensor_collectives(
     recomputed: tuple[str, ...],
     shards: int,
     float8: Float8Plan | None = None,
-) -> tuple[Collective, ...]:
+) -> Iterator[Collective]:
     """List the collectives of one forward and backward, and the sums of gradients at the end of a step.
 
     Args:
         recomputed: paths of the modules whose forward runs twice: blocks, or modules inside them.
         shards: number of ranks that shard a tensor rank's part once more.
     """
-    return tuple(_messages(_Counts(facts, plan, precision, shards, float8), loss, recomputed))
+    count, width = _Counts(facts, plan, precision, shards, float8), 0
+    for block, planned in ((b, r) for b in plan.blocks for r in plan.kind_of(b).regions):
+        cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
+        assert cut is not None
+        width = count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
+        break
+    flows = not plan.begins or any(count.is_trained(name) for name in plan.before)
+    if plan.embedding:
+        op: Op = "reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce"
+        yield count.one(op, "embedding", width)
+    if plan.sequence_parallel and plan.begins and flows:
+        yield count.one("all_gather", "embedding", width)
+    for block in plan.blocks:
+        work = _BlockWork(count, plan.kind_of(block), block, width)
+        yield from work.forward(work.kind.regions)
+        yield from work.backward(flows)
+        again = tuple(path[len(block) + 1 :] for path in recomputed if is_within(path, block))
+        if again and (flows or work.trains):
+            regions = (r for r in work.kind.regions if any(is_within(r.region.container, path) for path in again))
+            yield from work.forward(tuple(regions))
+        flows = flows or work.trains
+    if plan.sequence_parallel and plan.gathers_after_blocks:
+        yield count.one("all_gather", "behind the blocks", width)
+        if flows and plan.head:  # a whole head gives all ranks the same gradient
+            yield count.one("reduce_scatter", "behind the blocks", width)
+    if plan.head:
+        inside = (*plan.blocks, plan.embedding, plan.head)
+        behind = (p for p in facts.parameters if not any(is_within(p.name, path) for path in inside))
+        flows = flows or any(p.trainable and p.name not in plan.before for p in behind)
+        width = count.shapes[f"{plan.head}.weight"][1]
+        if not (plan.sequence_parallel and plan.gathers_after_blocks):
+            if plan.sequence_parallel:
+                regathers = plan.regather and count.trains(plan.head) and loss is None
+                yield count.one("all_gather", "head", width, 2 if regathers else 1)
+            if flows:
+                yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
+        if not plan.tail.obstacle_if_cut:
+            wide = "float64" if count.dtype == "float64" else "float32"
+            chunks = 1 if loss is None else loss.chunks
+            yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)
+            yield count.one("all_reduce", "loss: sums", 2, chunks, wide, share=1 / chunks)
+    sums: dict[str, int] = {}  # elements of the gradients that are summed over the tensor axis, on one shard, by dtype
+    for p in facts.parameters:
+        if not p.trainable:
+            continue
+        cut = plan.cut_of(p.name, p.shape)
+        if cut is None:
+            held = -(-(p.shape[0] if p.shape else 1) // shards) * math.prod(p.shape[1:])
+            sums[p.dtype] = sums.get(p.dtype, 0) + held
+            continue
+        dim, parts = cut
+        for part in parts:
+            if part.copies(plan.ranks) > 1:  # a slot for each share
+                whole = (*p.shape[:dim], part.size, *p.shape[dim + 1 :])
+                held = math.prod(whole) // (shards if dim == 0 else 1)
+                sums[p.dtype] = sums.get(p.dtype, 0) + held
+    for dtype, summed in sums.items():
+        yield Collective(
+            "all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, dtype, "step"
+        )
 
 
 def agreeing(float8: Float8Plan | None, tensor: TensorPlan, shards: int) -> dict[str, OperandParts]:
@@ -64,7 +123,7 @@ class _Counts:
         self, facts: ModelFacts, plan: TensorPlan, precision: PrecisionPlan, shards: int, float8: Float8Plan | None
     ):
         self.agreeing = agreeing(float8, plan, shards)
-        self.plan, self.facts, self.shards = plan, facts, shards
+        self.plan = plan
         self.shapes = {name: p.shape for p in facts.parameters for name in (p.name, *p.aliases)}
         self._frozen = {name for p in facts.parameters if not p.trainable for name in (p.name, *p.aliases)}
         self.dtype = precision.compute
@@ -88,80 +147,12 @@ class _Counts:
             op, Axis.TP.value, self.plan.ranks, unit, total, kind, "microbatch", calls, by_token=True, filled=filled
         )
 
-    def features(self, path: str, dim: int) -> int:
-        return self.shapes[f"{path}.weight"][dim]
-
     def is_trained(self, name: str) -> bool:
         return name not in self._frozen
 
     def trains(self, *paths: str) -> bool:
         names = (f"{path}.{name}" for path in paths for name in ("weight", "bias"))
         return any(self.is_trained(name) for name in names if name in self.shapes)
-
-    def between_blocks_and_head(self) -> Iterator[str]:
-        """List parameters between the last block and the head."""
-        inside = (*self.plan.blocks, self.plan.embedding, self.plan.head)
-        return (
-            p.name
-            for p in self.facts.parameters
-            if p.name not in self.plan.before and not _is_within_any(p.name, inside)
-        )
-
-    def summed(self) -> dict[str, int]:
-        """Count elements of the gradients that are summed over the tensor axis, on one shard, by dtype."""
-        total: dict[str, int] = {}
-        for p in self.facts.parameters:
-            if not p.trainable:
-                continue
-            cut = self.plan.cut_of(p.name, p.shape)
-            if cut is None:
-                held = -(-(p.shape[0] if p.shape else 1) // self.shards) * math.prod(p.shape[1:])
-                total[p.dtype] = total.get(p.dtype, 0) + held
-                continue
-            dim, parts = cut
-            for part in parts:
-                if part.copies(self.plan.ranks) > 1:  # a slot for each share
-                    whole = (*p.shape[:dim], part.size, *p.shape[dim + 1 :])
-                    held = math.prod(whole) // (self.shards if dim == 0 else 1)
-                    total[p.dtype] = total.get(p.dtype, 0) + held
-        return total
-
-
-def _messages(count: _Counts, loss: LossPlan | None, recomputed: tuple[str, ...]) -> Iterator[Collective]:
-    plan, width = count.plan, 0
-    for block, planned in ((b, r) for b in plan.blocks for r in plan.kind_of(b).regions):
-        cut = planned.region.cut_of(f"{planned.region.consumer}.weight")
-        assert cut is not None
-        width = count.shapes[f"{block}.{planned.region.consumer}.weight"][1 - cut.dim]
-        break
-    flows = not plan.begins or any(count.is_trained(name) for name in plan.before)
-    if plan.embedding:
-        op: Op = "reduce_scatter" if plan.sequence_parallel and plan.embedding_is_hidden else "all_reduce"
-        yield count.one(op, "embedding", width)
-    if plan.sequence_parallel and plan.begins and flows:
-        yield count.one("all_gather", "embedding", width)
-    for block in plan.blocks:
-        work = _BlockWork(count, plan.kind_of(block), block, width)
-        yield from work.forward(work.kind.regions)
-        yield from work.backward(flows)
-        again = tuple(path[len(block) + 1 :] for path in recomputed if is_within(path, block))
-        if again and (flows or work.trains):
-            regions = tuple(r for r in work.kind.regions if _is_within_any(r.region.container, again))
-            yield from work.forward(regions)
-        flows = flows or work.trains
-    if plan.sequence_parallel and plan.gathers_after_blocks:
-        yield count.one("all_gather", "behind the blocks", width)
-        if flows and plan.head:  # a whole head gives all ranks the same gradient
-            yield count.one("reduce_scatter", "behind the blocks", width)
-    yield from _head(count, loss, flows or any(count.is_trained(name) for name in count.between_blocks_and_head()))
-    for dtype, summed in count.summed().items():
-        yield Collective(
-            "all_reduce", Axis.TP.value, plan.ranks, "gradients of whole parameters", summed, dtype, "step"
-        )
-
-
-def _is_within_any(path: str, modules: tuple[str, ...]) -> bool:
-    return any(is_within(path, module) for module in modules)
 
 
 class _BlockWork:
@@ -274,22 +265,3 @@ class _BlockWork:
                 assert cut is not None
                 features = sum(part.size for part in cut.parts)
                 yield norm, features * cut.parts[0].copies(self.count.plan.ranks), features
-
-
-def _head(count: _Counts, loss: LossPlan | None, flows: bool) -> Iterator[Collective]:
-    plan = count.plan
-    if not plan.head:
-        return
-    width = count.features(plan.head, 1)
-    trains = count.trains(plan.head)
-    if not (plan.sequence_parallel and plan.gathers_after_blocks):
-        if plan.sequence_parallel:
-            again = plan.regather and trains and loss is None
-            yield count.one("all_gather", "head", width, 2 if again else 1)
-        if flows:
-            yield count.one("reduce_scatter" if plan.sequence_parallel else "all_reduce", "head", width)
-    if not plan.tail.obstacle_if_cut:
-        wide = "float64" if count.dtype == "float64" else "float32"
-        chunks = 1 if loss is None else loss.chunks
-        yield count.one("all_reduce", "loss: maxima", 1, chunks, wide, share=1 / chunks)
-        yield count.one("all_reduce", "loss: sums", 2, chunks, wide, share=1 / chunks)

@@ -163,7 +163,24 @@ class GivenStyles:
                     f" layer beside it is colwise. Name the layers before it too."
                 )
             columns = [path for path in columns if path not in begins]
-            found.append(self._region(kind, begins, consumer, ranks))
+            cuts: list[Cut] = []
+            for path in (*begins, consumer):
+                where, whole = f"tensor plan: {pattern(block)}.{path}", f"{block}.{path}"
+                word = self.named[whole].word
+                if STYLES[word].parts > 1 or whole not in self.linears:
+                    raise UnsupportedError(
+                        f"{where}: the structure of this layer could not be measured, and by names alone only torch's"
+                        f" Linear can be cut, in one part. Leave {word} out of the plan: the layer stays whole."
+                    )
+                size = self.linears[whole][1 if path == consumer else 0]
+                if size % ranks:
+                    raise ConfigError(
+                        f"{where} ({word}) has {size} features, which layout.tp = {ranks} ranks cannot share"
+                    )
+                dim, names = (1, ("weight",)) if path == consumer else (0, ("weight", "bias"))
+                cuts += [Cut(f"{path}.{name}", dim, (FusedPart(size, ranks),)) for name in names]
+            mixes: Literal["attention", "feed_forward"] = "attention" if kind.mixes_outside else "feed_forward"
+            found.append(Region(mixes, owner(consumer), begins, consumer, ranks, tuple(cuts)))
         if columns:
             raise ConfigError(
                 f"tensor plan: {pattern(block)}.{columns[0]} is column-wise (pattern"
@@ -171,29 +188,6 @@ class GivenStyles:
                 f" no layer behind it is rowwise. Name that too, or leave both out."
             )
         return tuple(found)
-
-    def _region(self, kind: BlockKind, producers: tuple[str, ...], consumer: str, ranks: int) -> Region:
-        block = kind.blocks[0]
-        cuts: list[Cut] = []
-        for path in (*producers, consumer):
-            named = self.named[f"{block}.{path}"]
-            if STYLES[named.word].parts > 1 or f"{block}.{path}" not in self.linears:
-                raise UnsupportedError(
-                    f"tensor plan: {pattern(block)}.{path}: the structure of this layer could not be measured, and by"
-                    f" names alone only torch's Linear can be cut, in one part. Leave {named.word} out of the plan: the"
-                    f" layer stays whole."
-                )
-            size = self.linears[f"{block}.{path}"][1 if path == consumer else 0]
-            if size % ranks:
-                raise ConfigError(
-                    f"tensor plan: {pattern(block)}.{path} ({named.word}) has {size} features, which layout.tp ="
-                    f" {ranks} ranks cannot share"
-                )
-            parts = (FusedPart(size, ranks),)
-            dim, names = (1, ("weight",)) if path == consumer else (0, ("weight", "bias"))
-            cuts += [Cut(f"{path}.{name}", dim, parts) for name in names]
-        mixes: Literal["attention", "feed_forward"] = "attention" if kind.mixes_outside else "feed_forward"
-        return Region(mixes, owner(consumer), producers, consumer, ranks, tuple(cuts))
 
     def ends(self, structure: Structure, tied: Iterable[tuple[str, ...]]) -> tuple[str, str]:
         """Return (embedding, head) that are to be cut, "" for one that stays whole.
@@ -265,25 +259,21 @@ def given_styles(
             if path in found:
                 both = f"'{found[path].pattern}' and '{request.pattern}'"
                 raise ConfigError(f"tensor plan: the patterns {both} both name {path}. Keep one of them.")
-            _check_kind(request, path, kinds[path])
+            where, kind = f"tensor plan: {request.style} for {path} (pattern '{request.pattern}')", kinds[path]
+            meaning, legal = STYLES[request.style].kind, LEGAL_ON.get(kind, WHOLE)
+            if meaning == "experts" or (kind == "parameter" and meaning != "whole"):
+                raise UnsupportedError(
+                    f"{where}: experts and single parameters cannot be cut in this version. Leave it out: it stays"
+                    f" whole."
+                )
+            if meaning == "sum":
+                raise UnsupportedError(f"{where}: the row-wise layer that ends a region sums by itself. Leave it out.")
+            if request.style not in legal:
+                raise ConfigError(
+                    f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}."
+                )
             found[path] = Named(request.pattern, request.style)
     return GivenStyles(found, linears or {})
-
-
-def _check_kind(request: TensorStyleRequest, path: str, kind: ModuleKind) -> None:
-    where = f"tensor plan: {request.style} for {path} (pattern '{request.pattern}')"
-    meaning = STYLES[request.style].kind
-    if meaning == "experts" or (kind == "parameter" and meaning != "whole"):
-        raise UnsupportedError(
-            f"{where}: experts and single parameters cannot be cut in this version. Leave it out: it stays whole."
-        )
-    if meaning == "sum":
-        raise UnsupportedError(f"{where}: the row-wise layer that ends a region sums by itself. Leave it out.")
-    legal = LEGAL_ON.get(kind, WHOLE)
-    if request.style not in legal:
-        raise ConfigError(
-            f"{where}: this is {'an' if kind[0] in 'aeiou' else 'a'} {kind}. Legal here: {', '.join(legal)}."
-        )
 
 
 def differences(own: Mapping[str, str], kinds: Mapping[str, ModuleKind], cut: Mapping[str, str]) -> Iterator[str]:
