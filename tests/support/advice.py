@@ -26,6 +26,8 @@ from meshwright.core.errors import MeshwrightError
 from meshwright.planning.pipeline.orders import KINDS
 from meshwright.training.slurm import LaunchConfig
 
+from .source import nodes
+
 ATTRIBUTES = {*dir(ParallelModel), "config", "plan", "safetensors"}
 """What a user's variable called model has, and a file of that name."""
 OTHERS = {
@@ -79,9 +81,9 @@ class Message:
 
 
 @cache
-def trees() -> Mapping[str, ast.Module]:
+def trees() -> Mapping[str, tuple[ast.AST, ...]]:
     return {
-        path.relative_to(HOUSE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        path.relative_to(HOUSE).as_posix(): nodes(path.read_text(encoding="utf-8"))
         for path in sorted(HOUSE.rglob("*.py"))
     }
 
@@ -95,7 +97,7 @@ def _constants(module: str) -> dict[str, str]:
         return {}
     package = ".".join(["meshwright", *Path(file).parts[:-1]]).split(".")
     found: dict[str, str] = {}
-    for node in trees()[file].body:
+    for node in trees()[file][0].body:
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *filter(None, [node.module])])
@@ -127,11 +129,11 @@ def text_of(node: ast.AST, constants: Mapping[str, str]) -> str | None:
 
 def strings(place: str) -> Iterator[tuple[int, str]]:
     """Every text of a file with its line, docstrings and single words left out."""
-    tree = trees()[place]
+    parts = trees()[place]
     module = "meshwright." + place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    for node in (one for one in ast.walk(tree) if isinstance(one, ast.expr)):
+    loose = {id(node.value) for node in parts if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in parts if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in (one for one in parts if isinstance(one, ast.expr)):
         is_whole = isinstance(node, ast.JoinedStr) and id(node) not in loose
         if is_whole or (isinstance(node, ast.Constant) and id(node) not in loose | inner):
             text = text_of(node, _constants(module))
@@ -238,8 +240,8 @@ def verbs() -> tuple[str, ...]:
 def callables() -> Mapping[str, list[set[str] | None]]:
     """Functions and classes of the package: name -> the arguments of each of them (None: takes any)."""
     found: dict[str, list[set[str] | None]] = {}
-    for tree in trees().values():
-        for node in ast.walk(tree):
+    for parts in trees().values():
+        for node in parts:
             if isinstance(node, ast.FunctionDef):
                 found.setdefault(node.name, []).append(_arguments(node))
             elif isinstance(node, ast.ClassDef):

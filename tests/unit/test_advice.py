@@ -256,8 +256,8 @@ def test_every_extra_that_is_missed_can_be_installed():
     extras = tomllib.loads((HOUSE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     calls = [
         (f"{place}:{node.lineno}", node)
-        for place, tree in trees().items()
-        for node in ast.walk(tree)
+        for place, parts in trees().items()
+        for node in parts
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingExtraError"
     ]
     assert len(calls) > 15

@@ -6,11 +6,11 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 
 import grimp
 import pytest
+from support.source import nodes, parsed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,11 +25,6 @@ FILES = {path.relative_to(HOUSE).as_posix(): path for path in sorted(HOUSE.rglob
 LONGEST = 600
 LONGEST_FUNCTION = 80
 """Lines, without the docstring."""
-
-
-@cache
-def parsed(code: str) -> ast.Module:
-    return ast.parse(code)
 
 
 def reached(tree: ast.AST, package: str = "") -> Iterator[str]:
@@ -107,9 +102,9 @@ def test_no_room_grows_beyond_its_budget():
     spent: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for place, path in FILES.items():
         text = path.read_text(encoding="utf-8")
-        nodes = list(ast.walk(parsed(text)))
-        named = [n.id if isinstance(n, ast.Name) else n.attr for n in nodes if isinstance(n, ast.Name | ast.Attribute)]
-        private = [n.name for n in nodes if isinstance(n, ast.FunctionDef) and re.match("_[^_]", n.name)]
+        parts = nodes(text)
+        named = [n.id if isinstance(n, ast.Name) else n.attr for n in parts if isinstance(n, ast.Name | ast.Attribute)]
+        private = [n.name for n in parts if isinstance(n, ast.FunctionDef) and re.match("_[^_]", n.name)]
         once = sum(named.count(name) == 1 for name in private)
         room = place.partition("/")[0] if "/" in place else "."
         spent[room] = [sum(pair) for pair in zip(spent[room], (1, len(text.splitlines()), once), strict=True)]
@@ -125,7 +120,7 @@ def test_no_file_outgrows_its_reader():
 def test_functions_are_short():
     lengths = {}
     for place, path in FILES.items():
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 said = node.body[0] if ast.get_docstring(node) else None
                 lengths[f"{place}:{node.name}"] = (
@@ -137,7 +132,7 @@ def test_functions_are_short():
 def test_a_class_name_stands_once_in_a_room():
     homes = defaultdict(list)
     for place, path in FILES.items():
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
                 homes[Path(place).parent.as_posix(), node.name].append(place)
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
@@ -248,9 +243,8 @@ DEVICES = "core/devices.py"
 
 def words_of_cuda(code: str) -> Iterator[str]:
     """Where code says the lower-case word: names, attributes, keywords, strings (docstrings excepted)."""
-    tree = parsed(code)
-    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    loose = {id(node.value) for node in nodes(code) if isinstance(node, ast.Expr)}
+    for node in nodes(code):
         said = {
             ast.Name: "id",
             ast.Attribute: "attr",
@@ -266,9 +260,8 @@ def words_of_cuda(code: str) -> Iterator[str]:
 
 def asks_a_tensor_for_cuda(code: str) -> Iterator[str]:
     """Uses of tensors' and modules' own ways to CUDA, which no other accelerator has."""
-    nodes = list(ast.walk(parsed(code)))
-    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
-    for node in nodes:
+    calls = [node.func for node in nodes(code) if isinstance(node, ast.Call)]
+    for node in nodes(code):
         if isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or (node.attr == "cuda" and node in calls)):
             yield ast.unparse(node)
 
@@ -340,7 +333,7 @@ def own_names() -> set[str]:
     """Names that the package gives to anything of its own."""
     found = set()
     for path in FILES.values():
-        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
+        for node in nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -362,7 +355,7 @@ def private_uses(code: str, own: set[str]) -> Iterator[str]:
     def is_private(name: str) -> bool:
         return name.startswith("_") and not name.startswith("__") and name not in REGISTRIES | OF_PYTHON
 
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -404,7 +397,7 @@ def test_what_others_keep_private_is_reached_in_one_file_for_each_library():
 def words_of(code: str) -> set[str]:
     """Names that code imports, reads, defines or writes as a string; of a path also its last part."""
     found = set()
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         names = {
             ast.alias: "name",
             ast.Attribute: "attr",
