@@ -197,11 +197,11 @@ def amounts(width: int, out: str, rank_of_adapters: int) -> tuple[int, int, int,
         saver.begin(model, run.of_step(step), optimizer, in_run=True).wait()
         agree.everybody_says(0)
         wrote.append(sum(file.stat().st_size for file in Path(run.of_step(step)).glob("*.safetensors")))
-    assert saver._memory is not None and saver._shares is not None and saver._process is not None
+    assert saver._memory is not None and saver._process is not None
     alone = psutil.Process(saver._process.pid).memory_full_info().uss
     agree.everybody_says(0)
     saver.close()
-    return bytes_in(saver._shares.parts), saver._memory.size, alone, wrote, 3 * sum(p.nbytes for p in trained)
+    return bytes_in(saver._parts), saver._memory.size, alone, wrote, 3 * sum(p.nbytes for p in trained)
 
 
 def main() -> None:

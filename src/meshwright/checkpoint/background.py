@@ -79,14 +79,6 @@ NICE = 5
 """How much the copying thread gives way to training."""
 
 
-@dataclass
-class _Shares:
-    """What this rank writes of a state, while the state of no rank has another form."""
-
-    form: object
-    parts: list[list[Box]]
-
-
 class Saver:
     """Saves of one process, one at a time, through one writer and one piece of shared memory.
 
@@ -121,7 +113,7 @@ class Saver:
         self.when_busy: WhenBusy = when_busy
         self.current: Handle | None = None
         self._is_writing = False
-        self._shares: _Shares | None = None
+        self._form, self._parts = list[object](), list[list[Box]]()
         self._memory: SharedMemory | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -169,7 +161,7 @@ class Saver:
         state, fields = together(taken, what=f"cannot write {handle.path}")
         frozen = {name: state.pop(key).like for name in left_out if (key := f"model.{name}") in state}
         form = [rank, world, *((key, *stored.form) for key, stored in state.items())]
-        is_new = self._shares is None or self._shares.form != form
+        is_new = self._form != form
         is_busy = self.current is not None and not self.current.done
         base_of = weakref.ref(model), [(name, version_of(m)) for name, t in frozen.items() for m in memory_of(t)]
         has_other_base = bool(left_out) and self._base_of != base_of
@@ -193,10 +185,9 @@ class Saver:
         if any_new:
             boxes = boxes_of(state)
             parts = agree.together(lambda: self._dealt_out(boxes, rank, model.device)) or [[]]
-            self._shares = _Shares(form, parts)
-        assert self._shares is not None
+            self._form, self._parts = form, parts
         assert self._memory is not None
-        name, parts = f"{token:08x}", self._shares.parts
+        name, parts = f"{token:08x}", self._parts
         if memory is not None and not self._has_room:
             share = max(agree.everybody_says(bytes_in(parts)))
             agree.together(lambda: memory.refuse_too_little(share), here=memory.is_first)
@@ -314,7 +305,10 @@ class Saver:
                     request = {"do": "write", "place": place, "pack": pack, "boxes": rows}
                     entries += self._ask(handle, request)["entries"]
                 if talk.memory is not None:
-                    self._offer(handle, talk, talk.memory, packs)
+                    names = [f"{place_of(place['location'])[1]}/{pack}" for pack in packs]
+                    request = {"do": "send", "folder": str(talk.memory.folder), "token": talk.memory.token}
+                    at = self._ask(handle, request)["at"]
+                    talk.store.set(f"packs{talk.rank}", json.dumps({"at": at, "names": names}))
                 mine = {**talk.own_record(snapshot), "entries": entries}
             except Exception as error:  # noqa: BLE001  (said on all ranks)
                 mine = failed(worded(handle, f"cannot write {handle.path} on rank {talk.rank}", error))
@@ -354,12 +348,6 @@ class Saver:
         except Exception as error:  # noqa: BLE001  (said on all ranks)
             answer["problem"] = f"{handle.path} is whole, but then= failed: {type(error).__name__}: {error}"
         return answer
-
-    def _offer(self, handle: Handle, talk: Talk, memory: HostMemory, packs: list[str]) -> None:
-        """Say where this rank's packs can be fetched."""
-        names = [f"{place_of(talk.place['location'])[1]}/{pack}" for pack in packs]
-        at = self._ask(handle, {"do": "send", "folder": str(memory.folder), "token": memory.token})["at"]
-        talk.store.set(f"packs{talk.rank}", json.dumps({"at": at, "names": names}))
 
     def _spread(self, handle: Handle, talk: Talk, memory: HostMemory) -> dict[str, Any]:
         """Fetch packs of the host before, and let each host say what all have; then older states go."""

@@ -28,31 +28,18 @@ from .store import Location, Store, place_of, probe
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredPiece(PieceEntry):
     """A block of a checkpoint, read and proven when its bytes are asked for."""
 
     store: Store
     name: str
-    entry: PieceEntry
     dtype: str
-
-    @property
-    def key(self) -> str:
-        return self.entry.key
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return self.entry.offset
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
 
     @property
     def data(self) -> Buffer:
         """The bytes. Raises IntegrityError where they are not those that were written."""
-        found = self.store.read(self.name, self.entry.begin, self.entry.end - self.entry.begin)
-        if self.entry.hash and hash_of(found) != self.entry.hash:
+        found = self.store.read(self.name, self.begin, self.end - self.begin)
+        if self.hash and hash_of(found) != self.hash:
             raise IntegrityError(
                 f"{self.store.where(self.name)} has the right size, but its content changed since it was written (hash"
                 f" of {self.key})"
@@ -63,11 +50,11 @@ class StoredPiece:
 def stored_pieces(store: Store, folder: str, manifest: Manifest) -> list[StoredPiece]:
     """Return the blocks of a checkpoint, in the order of the files."""
     rows = [
-        StoredPiece(store, locate(folder, piece.pack), piece, entry.dtype)
+        StoredPiece(**vars(piece), store=store, name=locate(folder, piece.pack), dtype=entry.dtype)
         for entry in manifest.tensors.values()
         for piece in entry.pieces
     ]
-    return sorted(rows, key=lambda row: (row.name, row.entry.begin))
+    return sorted(rows, key=lambda row: (row.name, row.begin))
 
 
 def verify(location: Location) -> list[str]:
@@ -89,7 +76,7 @@ def verify(location: Location) -> list[str]:
         return [str(error)]
     proven: set[tuple[str, int]] = set()
     for piece in stored_pieces(store, folder, manifest):
-        if (place := (piece.name, piece.entry.begin)) not in proven and piece.entry.hash:
+        if (place := (piece.name, piece.begin)) not in proven and piece.hash:
             proven.add(place)
             try:
                 piece.data  # noqa: B018  (reading proves it)
@@ -179,22 +166,18 @@ def copy(location: Location, target: Location, version: int = 2) -> Manifest:
         raise IntegrityError(f"{store.where(folder)} is not whole: {'; '.join(found)}")
     manifest = with_pieces(store, folder, manifest)
     rows = stored_pieces(store, folder, manifest)
-    if version == 1:
-        return _copy_as_version_1(rows, manifest, other, name)
-    placed: dict[str, list[PieceEntry]] = {}
-    for entry in write_pieces(other, name, pack_name("00000000", 0), rows):
-        placed.setdefault(entry.key, []).append(entry)
-    tensors = {key: replace(row, pieces=tuple(placed.get(key, ()))) for key, row in manifest.tensors.items()}
-    return commit(other, name, replace(manifest, tensors=tensors), new=True)
-
-
-def _copy_as_version_1(rows: list[StoredPiece], manifest: Manifest, store: Store, folder: str) -> Manifest:
-    """Write whole tensors into one file, and a manifest that the releases before version 2 read."""
+    if version != 1:
+        placed: dict[str, list[PieceEntry]] = {}
+        for entry in write_pieces(other, name, pack_name("00000000", 0), rows):
+            placed.setdefault(entry.key, []).append(entry)
+        tensors = {key: replace(row, pieces=tuple(placed.get(key, ()))) for key, row in manifest.tensors.items()}
+        return commit(other, name, replace(manifest, tensors=tensors), new=True)
+    # whole tensors in one file, and a manifest that the releases before version 2 read
     file = "shard-00001-model-00001-of-00001.safetensors"
     header: dict[str, object] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
     end, shards = 0, {}
-    tensors = sorted(manifest.tensors.items(), key=lambda row: -BYTES[row[1].dtype])
-    for key, entry in tensors:
+    in_order = sorted(manifest.tensors.items(), key=lambda row: -BYTES[row[1].dtype])
+    for key, entry in in_order:
         begin, end = end, end + int(np.prod(entry.shape, dtype=np.int64)) * BYTES[entry.dtype]
         header[key] = {"dtype": WORDS[entry.dtype], "shape": entry.shape, "data_offsets": (begin, end)}
         shards[key] = {"saved_offsets": [0] * len(entry.shape)}
@@ -207,17 +190,17 @@ def _copy_as_version_1(rows: list[StoredPiece], manifest: Manifest, store: Store
 
     def content() -> Iterator[Buffer]:
         yield len(encoded).to_bytes(8, "little") + encoded
-        for key, entry in tensors:
+        for key, entry in in_order:
             whole = np.zeros(entry.shape, f"V{BYTES[entry.dtype]}")
             for row in by_key.get(key, ()):
                 box = tuple(slice(low, low + size) for low, size in zip(row.offset, row.shape, strict=True))
                 whole[box] = np.frombuffer(row.data, whole.dtype).reshape(row.shape)
             yield whole.tobytes()
 
-    store.write(f"{folder}/{file}", content())
+    other.write(f"{name}/{file}", content())
     rest = {own.name: getattr(manifest, own.name) for own in fields(manifest)[2:]}
     kinds = {key: {"shape": entry.shape, "dtype": entry.dtype} for key, entry in manifest.tensors.items()}
-    files = {file: asdict(describe_file(store, f"{folder}/{file}"))}
+    files = {file: asdict(describe_file(other, f"{name}/{file}"))}
     said = json.loads(json.dumps({"version": 1, "tensors": kinds, "files": files, **rest}))
-    store.put(f"{folder}/{NAME}", json.dumps({**said, "crc32": checksum(said)}).encode())
-    return Manifest.read(store.location(folder))
+    other.put(f"{name}/{NAME}", json.dumps({**said, "crc32": checksum(said)}).encode())
+    return Manifest.read(other.location(name))

@@ -290,7 +290,23 @@ def export_adapter(checkpoint: Location, folder: Path, adapted: nn.Module, base:
         tensors = {name: tensor.to(torch_dtype(dtype)) for name, tensor in tensors.items()}
     rounded = {ROUNDED_IN: next(iter(manifest.in_4_bits.values()))} if manifest.in_4_bits else {}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | rounded)
-    config = _as_peft_reads(adapted)
+    held: Any = adapted.peft_config
+    config, put = copy.copy(held[ADAPTER]), adapters_of(adapted)
+    modules = set(config.target_modules or ())
+    # peft takes some layers' names for those of experts that are stacked today. It takes such a layer by its weight's
+    # name, where it computes the same from the same tensors
+    taken = rewritten(config, adapted, modules)
+    if taken and put is not None:
+        if put.adapters.kind == "dora":
+            raise UnsupportedError(
+                f"peft takes {', '.join(taken)} of {type(adapted).__name__} for its experts' stack, beside which it has"
+                f" no DoRA: it cannot read these adapters. Use --to merged, which writes the model with its adapters"
+                f" added."
+            )
+        beside = [path for path in put.targets if any(path == name or path.endswith(f".{name}") for name in taken)]
+        config.target_modules = modules - set(taken)
+        config.target_parameters = [*(config.target_parameters or ()), *(f"{path}.weight" for path in beside)]
+        config.lora_dropout = 0.0  # peft has none beside a weight
     config.base_model_name_or_path, config.task_type, config.inference_mode = base, "CAUSAL_LM", True
     config.save_pretrained(folder)
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -325,27 +341,3 @@ def code_to_read(checkpoint: Location, folder: Path, plain: nn.Module, kind: str
         f"model = peft.PeftModel.from_pretrained(model, {str(folder)!r})",
     ]
     return "\n".join(lines)
-
-
-def _as_peft_reads(adapted: nn.Module) -> Any:
-    """Return peft's config of a model's adapters, by which peft puts them where they are here.
-
-    peft takes some layers' names for those of experts that are stacked today. It takes such a layer by its weight's
-    name, where it computes the same from the same tensors.
-    """
-    held: Any = adapted.peft_config
-    config = copy.copy(held[ADAPTER])
-    names, put = set(config.target_modules or ()), adapters_of(adapted)
-    taken = rewritten(config, adapted, names)
-    if not taken or put is None:
-        return config
-    if put.adapters.kind == "dora":
-        raise UnsupportedError(
-            f"peft takes {', '.join(taken)} of {type(adapted).__name__} for its experts' stack, beside which it has no"
-            f" DoRA: it cannot read these adapters. Use --to merged, which writes the model with its adapters added."
-        )
-    beside = [path for path in put.targets if any(path == name or path.endswith(f".{name}") for name in taken)]
-    config.target_modules = names - set(taken)
-    config.target_parameters = [*(config.target_parameters or ()), *(f"{path}.weight" for path in beside)]
-    config.lora_dropout = 0.0  # peft has none beside a weight
-    return config

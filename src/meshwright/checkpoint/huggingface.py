@@ -39,6 +39,7 @@ from meshwright.planning.techniques import Techniques
 from .loading import load_model_tensors
 from .manifest import NAME
 from .mirror import model_folder
+from .state import dtype_word
 from .tensor_files import Source, Stored, TensorFiles, sources
 
 # --- load weights from a Hugging Face folder
@@ -321,12 +322,8 @@ def _misfit(name: str, tensor: Tensor, source: Source, destinations: Destination
     if source.shape != shape:
         return f"{name} is {list(source.shape)} there and {list(shape)} in the model"
     if source.dtype.is_floating_point != dtype.is_floating_point:
-        return f"{name} is {_word(source.dtype)} there and {_word(dtype)} in the model"
+        return f"{name} is {dtype_word(source.dtype)} there and {dtype_word(dtype)} in the model"
     return ""
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- register the transform ``load_weights``, which reads a Hugging Face folder or one of our checkpoints

@@ -67,12 +67,6 @@ class Reading:
     target: tuple[slice, ...]
     into: Tensor
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the block's bytes are the target's, so that they can be read into it."""
-        part = self.into[self.target]
-        return part.is_contiguous() and part.device.type == CPU and tuple(part.shape) == self.entry.shape
-
 
 def readings(key: str, entry: TensorEntry, offset: tuple[int, ...], into: Tensor) -> list[Reading]:
     """List the blocks that hold a piece of a tensor.
@@ -448,7 +442,8 @@ def _take(reading: Reading, read_into: ReadInto, portion: int, where: str, keep:
     Each portion is hashed while the processor's cache still has it.
     """
     entry, part = reading.entry, reading.into[reading.target]
-    in_place = keep and reading.is_whole
+    # where the block's bytes are the target's, they are read into it
+    in_place = keep and part.is_contiguous() and part.device.type == CPU and tuple(part.shape) == entry.shape
     whole = part.reshape(-1).view(torch.uint8) if in_place else torch.empty(entry.end - entry.begin, dtype=torch.uint8)
     buffer: Buffer = whole.numpy()
     digest = new_hash()

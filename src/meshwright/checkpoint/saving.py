@@ -68,7 +68,7 @@ def run_of(tensor: Tensor, rounded_in: str | None = None) -> dict[str, Any] | No
         return None
     length = min(LENGTH, here.local.shape[-1]) if here.local.dim() else 1
     local = here.local[(0,) * (here.local.dim() - 1)][:length] if here.local.dim() else here.local.reshape(1)
-    dtype = str(here.local.dtype).removeprefix("torch.")
+    dtype = dtype_word(here.local.dtype)
     return {"at": list(here.offset), "length": length, "dtype": dtype, "crc32": _checksum(local)}
 
 

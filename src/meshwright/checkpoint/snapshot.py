@@ -121,7 +121,21 @@ def portions(boxes: Iterable[Box], most: int) -> list[list[Box]]:
     found: list[list[Box]] = [[]]
     end = 0
     for box in boxes:
-        for part in _cut(box, most) if most else [box]:
+        cut = [box]
+        if most and box.bytes > most:
+            row = box.bytes // box.shape[0] if box.shape else box.bytes
+            if row > most:
+                raise ConfigError(
+                    f"checkpoint.host_memory: one row of {box.key} has {bytes_text(row)}, and a save may hold"
+                    f" {bytes_text(most)}: give it more"
+                )
+            cut, rows = [], most // row
+            for low in range(0, box.shape[0], rows):
+                high = min(low + rows, box.shape[0])
+                offset, shape = (box.offset[0] + low, *box.offset[1:]), (high - low, *box.shape[1:])
+                of = box.of[0], box.of[1] + low
+                cut.append(Box(box.key, offset, shape, box.dtype, (high - low) * row, of))
+        for part in cut:
             begin = -(-end // ALIGNED) * ALIGNED
             if most and found[-1] and begin + part.bytes > most:
                 found.append([])
@@ -129,23 +143,6 @@ def portions(boxes: Iterable[Box], most: int) -> list[list[Box]]:
             found[-1].append(Box(**{**vars(part), "begin": begin}))
             end = begin + part.bytes
     return found
-
-
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    if box.bytes <= most:
-        yield box
-        return
-    row = box.bytes // box.shape[0] if box.shape else box.bytes
-    if row > most:
-        raise ConfigError(
-            f"checkpoint.host_memory: one row of {box.key} has {bytes_text(row)}, and a save may hold"
-            f" {bytes_text(most)}: give it more"
-        )
-    rows = most // row
-    for low in range(0, box.shape[0], rows):
-        high = min(low + rows, box.shape[0])
-        offset, shape = (box.offset[0] + low, *box.offset[1:]), (high - low, *box.shape[1:])
-        yield Box(box.key, offset, shape, box.dtype, (high - low) * row, (box.of[0], box.of[1] + low))
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class Snapshot:
         device: torch.device,
         look: Callable[[float], object] = abs,
     ):
-        self.state, self.parts, self.memory, self.problem, self._look = state, parts, memory, "", look
+        self.parts, self.memory, self.problem, self._look = parts, memory, "", look
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._copying, self._is_over = 0, False
@@ -186,26 +183,21 @@ class Snapshot:
         if self._device is not None:
             self._stream = self._device.Stream()
             self._stream.wait_stream(self._device.current_stream())
-        self._early: set[str] = set()
-        self._keep_what_changes()
-        readers.add(self.finish)
-
-    def _keep_what_changes(self) -> None:
-        """Copy what a forward may change: to its place, or beside it where its place is in a later portion."""
-        early = {key for key, stored in self.state.items() if stored.at_once}
-        first = [box for box in self.parts[0] if box.key in early]
-        later = {box.key for part in self.parts[1:] for box in part if box.key in early}
-        self.state = dict(self.state)
+        # what a forward may change is copied now: to its place, or beside it where its place is in a later portion
+        early = {key for key, stored in state.items() if stored.at_once}
+        first = [box for box in parts[0] if box.key in early]
+        later = {box.key for part in parts[1:] for box in part if box.key in early}
+        self.state = dict(state)
         for key in later:
-            stored = self.state[key]
-            values = stored.values().clone()
-            self.state[key] = StateTensor(values, stored.dtype, (), at_once=True)
+            stored = state[key]
+            self.state[key] = StateTensor(stored.values().clone(), stored.dtype, (), at_once=True)
             self._versions[key] = []
         for task in _tasks(self.state, first):
             self._copy(task)
         self._early = {box.key for box in first} - later
         if self._device is not None:
             self._device.current_stream().wait_stream(self._stream)
+        readers.add(self.finish)
 
     def copy(self, number: int) -> None:
         """Copy a portion, with the help of whoever waits for the snapshot, into the shared memory, which is free."""
@@ -274,7 +266,13 @@ class Snapshot:
                 source = found[number].local
                 if source.dim():
                     source = source[row : row + box.shape[0]]
-                _copy_bytes(self.memory.bytes[box.begin : box.end], source)
+                target = self.memory.bytes[box.begin : box.end].view(source.dtype).view(source.shape)
+                word = WORDS.get(source.dtype.itemsize)
+                if source.device.type == "cpu" and word is not None and type(source) is Tensor:
+                    # by one thread, which leaves training the others
+                    np.copyto(target.view(word).numpy(), source.view(word).numpy())
+                else:
+                    target.copy_(source, non_blocking=True)
         key = task.boxes[0].key
         if [_version(plain) for plain in task.stored.memory] != self._versions[key]:
             self.problem = self.problem or (
@@ -304,16 +302,6 @@ def _tasks(state: Mapping[str, StateTensor], boxes: Iterable[Box]) -> Iterator[_
 
 def _version(plain: Tensor) -> int:
     return 0 if plain.is_inference() else version_of(plain)
-
-
-def _copy_bytes(into: Tensor, source: Tensor) -> None:
-    """Copy a tensor's elements, row by row, into bytes: on the CPU by one thread, which leaves training the others."""
-    target = into.view(source.dtype).view(source.shape)
-    word = WORDS.get(source.dtype.itemsize)
-    if source.device.type == "cpu" and word is not None and type(source) is Tensor:
-        np.copyto(target.view(word).numpy(), source.view(word).numpy())
-    else:
-        target.copy_(source, non_blocking=True)
 
 
 def bytes_in(parts: Iterable[Iterable[Box]]) -> int:

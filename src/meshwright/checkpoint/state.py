@@ -190,7 +190,15 @@ def stored_state(
             f"{kind} keeps state['{keys[0]}'], which is of no parameter: only parameters' state can be saved. Keep a"
             f" number as an option of a group, and give save the rest as extra=, outside the optimizer."
         )
-    _refuse_late_buffers(model)
+    known, saved = {fact.name for fact in model.facts.buffers}, {id(buffer) for _, buffer in model.named_buffers()}
+    for path, module in (place for part in model.parts for place in part.named_modules()):
+        for name, buffer in module._buffers.items():
+            full = clean(f"{path}.{name}".lstrip("."))
+            if buffer is not None and full not in known and id(buffer) not in saved and is_persistent(module, name):
+                raise UnsupportedError(
+                    f"{full} came behind parallelize, and no state dict would have it. Register it, filled, in the"
+                    f" model that parallelize is given, or with persistent=False."
+                )
     found = {key: StateTensor.of(tensor, at_once=True) for key, tensor in model_tensors(model).items()}
     parameters = {name: copies[0] for name, copies in _by_name(model).items()}
     averaging = optimizers_of(parameters.values())
@@ -208,13 +216,15 @@ def stored_state(
                 memory, made_by = _written_to(value), partial(as_values, value, parameter)
                 found[f"optimizer.{key}.{name}"] = StateTensor(parameter, torch.float32, memory, made_by)
             elif isinstance(value, Tensor):
-                if value.dim() and _is_of_shard(value, parameter):
+                is_cut = isinstance(parameter, DTensor) and not isinstance(value, DTensor)
+                is_other = value.dim() and value.shape != parameter.shape
+                if is_other and is_cut and value.shape == local_part(parameter).shape:
                     raise UnsupportedError(
                         f"{kind} keeps '{key}' of {name} as a plain tensor of {list(value.shape)}, this rank's shard of"
                         f" {list(parameter.shape)}: a checkpoint would have one rank's for all. Keep"
                         f" torch.zeros_like(parameter) and step on its .to_local(), or save without optimizer=."
                     )
-                if isinstance(value, DTensor) and value.dim() and value.shape != parameter.shape:
+                if is_other and isinstance(value, DTensor):
                     raise UnsupportedError(
                         f"{kind} keeps '{key}' of {name} as a DTensor of {list(value.shape)}, and the parameter has"
                         f" {list(parameter.shape)}: a load could not cut it as it was. Keep a tensor of the"
@@ -286,11 +296,6 @@ def restore_random(states: Mapping[str, Tensor]) -> None:
         raise DamagedCheckpoint(f"the checkpoint's random streams are none: {error}") from error
 
 
-def _is_of_shard(tensor: Tensor, parameter: Tensor) -> bool:
-    is_cut = isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape != parameter.shape
-    return is_cut and tensor.shape == local_part(parameter).shape
-
-
 def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
     """Map "model.<name>" to parameters and persistent buffers; tied parameters are listed once.
 
@@ -300,18 +305,6 @@ def model_tensors(model: ParallelModel) -> dict[str, Tensor]:
         fully_sharded.reshard(part)
     found: dict[str, Tensor] = {f"model.{name}": copies[0] for name, copies in _by_name(model).items()}
     return found | {f"model.{name}": buffer for name, buffer in model.named_buffers()}
-
-
-def _refuse_late_buffers(model: ParallelModel) -> None:
-    known, saved = {fact.name for fact in model.facts.buffers}, {id(buffer) for _, buffer in model.named_buffers()}
-    for path, module in (place for part in model.parts for place in part.named_modules()):
-        for name, buffer in module._buffers.items():
-            full = clean(f"{path}.{name}".lstrip("."))
-            if buffer is not None and full not in known and id(buffer) not in saved and is_persistent(module, name):
-                raise UnsupportedError(
-                    f"{full} came behind parallelize, and no state dict would have it. Register it, filled, in the"
-                    f" model that parallelize is given, or with persistent=False."
-                )
 
 
 def empty_optimizer_tensors(

@@ -6,7 +6,7 @@ The conversions of keys and tensors come from transformers' own table for the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -86,26 +86,50 @@ class TensorFiles:
     def __init__(self, folder: str | Path, file: str = ""):
         self.folder = Path(folder).expanduser()
         self.store = weights_store(self.folder)
-        files = [(inside(self.folder, file), None)] if file else _files(self.folder)
+        files: list[tuple[Path, set[str] | None]]  # each with the names that the index lists for it
+        if file:
+            files = [(inside(self.folder, file), None)]
+        elif (index := inside(self.folder, INDEX)).is_file():
+            try:
+                weight_map = read_json(index)["weight_map"]
+                by_file: dict[str, set[str]] = {}
+                for name, own in weight_map.items():
+                    by_file.setdefault(own, set()).add(name)
+                paths = {own: inside(self.folder, own, INDEX) for own in by_file}
+            except ConfigError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise IntegrityError(f"{index} is damaged ({type(error).__name__}: {error})") from None
+            absent = [own for own in sorted(by_file) if not paths[own].is_file()]
+            if absent:
+                raise IntegrityError(
+                    f"{index} names {', '.join(absent)}, and {self.folder} has no such file: copy it again, whole"
+                )
+            files = [(paths[own], names) for own, names in sorted(by_file.items())]
+        elif holds_weights(self.folder):
+            files = [(inside(self.folder, SINGLE), None)]
+        else:
+            raise ConfigError(f"{self.folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
         self.tensors = {tensor.name: tensor for path, names in files for tensor in self._header(path, names)}
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
 
     def read(self, name: str, cut: Cut) -> Tensor:
-        """Read a part of a tensor to the CPU, in the dtype of the file."""
-        stored = self.tensors[name]
-        if isinstance(self.store, RemoteStore):
-            return self._by_ranges(stored, [own.indices(size)[:2] for own, size in zip(cut, stored.shape, strict=True)])
-        if stored.file not in self._open:
-            path = self.folder / stored.file
-            self._open[stored.file] = safetensors.safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
-        part = self._open[stored.file].get_slice(name)[cut]
-        self.bytes_read += part.numel() * part.element_size()
-        return part
+        """Read a part of a tensor to the CPU, in the dtype of the file.
 
-    def _by_ranges(self, stored: StoredTensor, cut: list[tuple[int, int]]) -> Tensor:
-        """Read a part of a tensor as runs of bytes; gaps between runs that are shorter than GAP are read too."""
-        shape, wide, item = stored.shape, list(cut), stored.dtype.itemsize
+        At an address it is read as runs of bytes; gaps between runs that are shorter than GAP are read too.
+        """
+        stored = self.tensors[name]
+        if not isinstance(self.store, RemoteStore):
+            if stored.file not in self._open:
+                path = self.folder / stored.file
+                self._open[stored.file] = safetensors.safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            part = self._open[stored.file].get_slice(name)[cut]
+            self.bytes_read += part.numel() * part.element_size()
+            return part
+        shape, item = stored.shape, stored.dtype.itemsize
+        spans = [own.indices(size)[:2] for own, size in zip(cut, shape, strict=True)]
+        wide = list(spans)
         strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
         dim = len(shape) - 1  # along which the runs are cut
         while dim > 0 and (shape[dim] - wide[dim][1] + wide[dim][0]) * strides[dim] < GAP:
@@ -113,7 +137,7 @@ class TensorFiles:
             dim -= 1
         sizes = [high - low for low, high in wide]
         if min(sizes, default=1) <= 0:
-            return torch.empty([max(high - low, 0) for low, high in cut], dtype=stored.dtype)
+            return torch.empty([max(high - low, 0) for low, high in spans], dtype=stored.dtype)
         buffer = bytearray(math.prod(sizes) * item)
         run = math.prod(sizes[max(dim, 0) :]) * item
         corner = stored.begin + (wide[dim][0] * strides[dim] if shape else 0)
@@ -129,7 +153,7 @@ class TensorFiles:
             for one in taking:
                 one.result()
         self.bytes_read += len(buffer)
-        inner = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(cut, wide, strict=True))
+        inner = tuple(slice(low - first, high - first) for (low, high), (first, _) in zip(spans, wide, strict=True))
         return torch.frombuffer(buffer, dtype=stored.dtype).reshape(sizes)[inner]
 
     def _header(self, path: Path, expected: set[str] | None) -> list[StoredTensor]:
@@ -185,32 +209,6 @@ def holds_weights(folder: Path) -> bool:
             f" the config.json alone to begin anew"
         )
     return False
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
-    """Yield each file, and the names that the index lists for it."""
-    index = inside(folder, INDEX)
-    if index.is_file():
-        try:
-            weight_map = read_json(index)["weight_map"]
-            by_file: dict[str, set[str]] = {}
-            for name, file in weight_map.items():
-                by_file.setdefault(file, set()).add(name)
-            paths = {file: inside(folder, file, INDEX) for file in by_file}
-        except ConfigError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise IntegrityError(f"{index} is damaged ({type(error).__name__}: {error})") from None
-        absent = [file for file in sorted(by_file) if not paths[file].is_file()]
-        if absent:
-            raise IntegrityError(
-                f"{index} names {', '.join(absent)}, and {folder} has no such file: copy it again, whole"
-            )
-        yield from ((paths[file], names) for file, names in sorted(by_file.items()))
-    elif holds_weights(folder):
-        yield inside(folder, SINGLE), None
-    else:
-        raise ConfigError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
 
 
 # --- map names in Hugging Face files to a model's parameters

@@ -68,10 +68,10 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def addresses_of_host(name: str | None = None) -> tuple[str, ...]:
-    """Return the addresses that a look-up of this host's name (or another) gives; none where it fails."""
+def addresses_of_host() -> tuple[str, ...]:
+    """Return the addresses that a look-up of this host's name gives; none where it fails."""
     try:
-        found = socket.getaddrinfo(name or socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 ATTRIBUTE = "_meshwright"
 Value = TypeVar("Value")

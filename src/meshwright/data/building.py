@@ -29,7 +29,7 @@ from .corpus import (
     write_corpus,
 )
 from .formats import RECORD_FORMATS, BadRow, Record, digest_of, digest_of_bytes, first_record, kind_of, kinds_listed
-from .images import NO_IMAGES, ImageFile, Vision, places_of_images
+from .images import NO_IMAGES, Vision, places_of_images
 from .options import SourceOptions
 from .scan import Scan, SourceFile
 from .tasks import Task, choose_task
@@ -147,8 +147,24 @@ class Encoder:
                 self._lost += int((ids == self._unknown).sum())
                 if self.task.ends:
                     yield split, *self._closed(ids, learnt), ()
-                else:
-                    yield split, *self._rendered(example, ids, ends, learnt)
+                    continue
+                before = part_of(getattr(example, "ids_before", ()), ids)
+                images = [(b + len(before), e + len(before), file) for b, e, file in places_of_images(example, ends)]
+                ids, learnt = np.concatenate([before, ids]), np.concatenate([np.zeros(len(before), bool), learnt])
+                edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))
+                runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+                endless = [end for begin, end in runs if self._last(ids[begin:end]) not in self._special]
+                unmarked = [end for end in endless if end < len(ids) and int(ids[end]) in self._ends_of_turn]
+                self._answers += len(runs)
+                self._endless += len(endless)
+                self._unmarked += len(unmarked)
+                if self.ends_answers and endless:
+                    learnt[unmarked] = True
+                    endless = [end for end in endless if end not in unmarked]
+                    moved = [[i + int(np.searchsorted(endless, i, "right")) for i in place] for *place, _ in images]
+                    images = [(b, e, file) for (b, e), (_, _, file) in zip(moved, images, strict=True)]
+                    ids, learnt = np.insert(ids, endless, self._end), np.insert(learnt, endless, True)
+                yield split, ids, learnt, images
 
     def _closed(self, ids: np.ndarray, learnt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text with what begins and ends a document, and their mask."""
@@ -161,28 +177,6 @@ class Encoder:
             np.concatenate([part_of(before, ids), ids, part_of(behind, ids), part_of(end, ids)]),
             np.concatenate([np.zeros(len(before), bool), learnt, np.ones(len(behind) + len(end), bool)]),
         )
-
-    def _rendered(
-        self, example: Example, ids: np.ndarray, ends: np.ndarray, learnt: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, Sequence[tuple[int, int, ImageFile]]]:
-        """Return the ids of a text that a chat template wrote, their mask, and its images."""
-        before = part_of(getattr(example, "ids_before", ()), ids)
-        images = [(b + len(before), e + len(before), file) for b, e, file in places_of_images(example, ends)]
-        ids, learnt = np.concatenate([before, ids]), np.concatenate([np.zeros(len(before), bool), learnt])
-        edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))
-        runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-        endless = [end for begin, end in runs if self._last(ids[begin:end]) not in self._special]
-        unmarked = [end for end in endless if end < len(ids) and int(ids[end]) in self._ends_of_turn]
-        self._answers += len(runs)
-        self._endless += len(endless)
-        self._unmarked += len(unmarked)
-        if self.ends_answers and endless:
-            learnt[unmarked] = True
-            endless = [end for end in endless if end not in unmarked]
-            moved = [[i + int(np.searchsorted(endless, i, "right")) for i in edges] for *edges, _ in images]
-            images = [(b, e, file) for (b, e), (_, _, file) in zip(moved, images, strict=True)]
-            ids, learnt = np.insert(ids, endless, self._end), np.insert(learnt, endless, True)
-        return ids, learnt, images
 
     def _last(self, ids: np.ndarray) -> int:
         """Return the last id that is more than blanks; -1 without one."""
@@ -553,8 +547,19 @@ class TokenisingRecipe:
             except BadRow as error:
                 bad.append((row, str(error)))
         way = "To leave such rows out, set data.on_bad_row = 'skip'"
-        if long := self._too_long(file):
-            bad += [(row, f"{file.path}, row {row}: longer than data.seq_len = {self.seq_len}") for row in long]
+        numbers: list[int] = []
+        found: list[tuple[Split, Example]] = []
+        every = RECORD_FORMATS[self.scan.format].records(file.path) if self.seq_len and self.task.is_whole else ()
+        for row, record in islice(every, MOST_LISTED):
+            with suppress(BadRow):
+                examples = self.examples_of(file, row, record)
+                numbers += [row] * len(examples)
+                found += [(TRAINING, example) for example in examples]
+        lengths = (len(ids) for _, ids, _, _ in self.encoder().encode(iter(found)))
+        long = [row for row, length in zip(numbers, lengths, strict=True) if length > self.seq_len]
+        if long:
+            what = f"longer than data.seq_len = {self.seq_len}"
+            bad += [(row, f"{file.path}, row {row}: {what}") for row in dict.fromkeys(long)]
             way += " and data.too_long = 'skip'"
         way += f"; meshwright inspect lists up to {MOST_KINDS} kinds, of the first {MOST_LISTED:,} records"
         listed = kinds_listed(bad, _KINDS)
@@ -563,20 +568,6 @@ class TokenisingRecipe:
         listed = [text.replace(f"{file.path}, ", "", 1) for text in listed]
         head = f"{len(bad)} rows of {file.path} cannot be used, for {len({kind_of(text) for _, text in bad})} reasons:"
         return "\n- ".join([head, *listed]) + f"\n{way}"
-
-    def _too_long(self, file: SourceFile) -> list[int]:
-        """Return the rows, from 1 and of the first that a refusal looks at, with a document that is too long."""
-        numbers: list[int] = []
-        found: list[tuple[Split, Example]] = []
-        every = RECORD_FORMATS[self.scan.format].records(file.path) if self.seq_len and self.task.is_whole else ()
-        for number, record in islice(every, MOST_LISTED):
-            with suppress(BadRow):
-                examples = self.examples_of(file, number, record)
-                numbers += [number] * len(examples)
-                found += [(TRAINING, example) for example in examples]
-        lengths = (len(ids) for _, ids, _, _ in self.encoder().encode(iter(found)))
-        long = (number for number, length in zip(numbers, lengths, strict=True) if length > self.seq_len)
-        return list(dict.fromkeys(long))
 
 
 def files_of(scan: Scan) -> list[list[Any]]:

@@ -195,30 +195,22 @@ def _build_unless_whole(folder: Path, alone: bool, recipe: Recipe, say: Say, pro
     temporary.mkdir()
     try:
         recipe.build(temporary, folder, say, progress)
-        return _give_name(temporary, folder, recipe)
+        while True:
+            try:
+                os.rename(temporary, folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                if not recipe.find_damage(folder):  # another was first, which happens where files cannot be locked
+                    return False
+                damaged = folder.with_name(f"{folder.name}.tmp-damaged-{host}")
+                os.rename(folder, damaged)  # removed in place, half of it would be visible to a reader
+                shutil.rmtree(damaged, ignore_errors=True)
+                continue
+            sync_folder(folder.parent)
+            return True
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _give_name(temporary: Path, folder: Path, recipe: Recipe) -> bool:
-    """Rename a complete corpus to its final name.
-
-    Returns False if another process was first, which happens only where files cannot be locked.
-    """
-    while True:
-        try:
-            os.rename(temporary, folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            if not recipe.find_damage(folder):
-                return False
-            damaged = folder.with_name(f"{folder.name}.tmp-damaged-{socket.gethostname()}")
-            os.rename(folder, damaged)  # removed in place, half of it would be visible to a reader
-            shutil.rmtree(damaged, ignore_errors=True)
-            continue
-        sync_folder(folder.parent)
-        return True
 
 
 def open_corpus(folder: str | Path, too_long: TooLong = "refuse", scan: Scan | None = None) -> Corpus:

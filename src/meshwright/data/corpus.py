@@ -142,7 +142,7 @@ class PicturesWriter:
                 self._files.append(file)
             rows.append((document, begin, end, number))
 
-    def write(self, folder: Path, splits: Sequence[str] = ("training", "validation")) -> Pictures:
+    def write(self, folder: Path) -> Pictures:
         """Write the files, and flush them to disk."""
         names = [file.name.encode("utf-8", "surrogateescape") for file in self._files]
         ends = np.cumsum([len(name) for name in names]).tolist()
@@ -150,7 +150,7 @@ class PicturesWriter:
             (self._folders[file.folder], end, file.width, file.height, file.n_bytes, file.mtime_ns)
             for file, end in zip(self._files, ends, strict=True)
         ]
-        arrays = {f"{split}.images": _table(self._places.get(split, []), 4) for split in splits}
+        arrays = {f"{split}.images": _table(self._places.get(split, []), 4) for split in (TRAINING, VALIDATION)}
         arrays |= {_FILES: _table(facts, 6), _NAMES: np.frombuffer(b"".join(names), dtype=np.uint8)}
         arrays[_DIGESTS] = np.frombuffer(bytes.fromhex("".join(f.digest for f in self._files)), dtype=np.uint8)
         digests = {}

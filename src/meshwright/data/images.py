@@ -385,28 +385,27 @@ def _load(folder: Path, transformers: Any, *, trust_remote_code: bool) -> Any:
     try:
         if kind is None or not set(kind.get_attributes()) <= _KNOWN_PARTS:
             return transformers.AutoProcessor.from_pretrained(folder, **options)
-        return _without_videos(kind, folder, transformers, options)
+
+        class ImagesAlone(kind):
+            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+                return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+        ImagesAlone.__name__ = kind.__name__
+        makers = {
+            "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder, **options),
+            "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
+                folder, backend="pil", **options
+            ),
+            "video_processor": lambda: None,
+        }
+        described, _ = kind.get_processor_dict(folder, local_files_only=True)
+        made = ImagesAlone.from_args_and_dict([makers[part]() for part in kind.get_attributes()], described)
+        return made[0] if isinstance(made, tuple) else made
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
         raise ConfigError(
             f"{KEY} = {folder}: transformers {transformers.__version__} cannot load its processor"
             f" ({name or 'by its type'}): {' '.join(str(error).split())}"
         ) from error
-
-
-def _without_videos(kind: Any, folder: Path, transformers: Any, options: dict[str, Any]) -> Any:
-    class ImagesAlone(kind):
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
-
-    ImagesAlone.__name__ = kind.__name__
-    makers = {
-        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder, **options),
-        "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", **options),
-        "video_processor": lambda: None,
-    }
-    settings, _ = kind.get_processor_dict(folder, local_files_only=True)
-    made = ImagesAlone.from_args_and_dict([makers[part]() for part in kind.get_attributes()], settings)
-    return made[0] if isinstance(made, tuple) else made
 
 
 # --- say whether a run's model takes images, and load its processor when data needs it

@@ -119,38 +119,47 @@ class IndexingRecipe:
             raise ConfigError(f"data.task = '{options.task}' needs records, and {scan.format} files hold token ids")
         self.tokenizer, self.fraction, self.format = tokenizer, fraction, scan.format
         self._documents: dict[str, np.ndarray] = {}
-        self.files = tuple(self._look(file.path, scan.format, options) for file in scan.files)
-
-    def _look(self, path: Path, format: str, options: SourceOptions) -> MappedFile:
-        if format == "npy":
-            try:
-                array = np.lib.format.open_memmap(path, mode="r")
-            except (ValueError, OSError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
-                raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
-            if array.ndim != 1 or array.dtype.kind not in "ui":
-                raise ConfigError(
-                    f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be"
-                    f" 1-D, of whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
-                )
-            return _mapped(path, array.dtype.str, int(array.offset), len(array))
-        if format == "bin":
-            dtype = options.dtype
-            if dtype not in DTYPES:
-                problem = f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}"
-                raise ConfigError(
-                    f"data.source: {path} does not say of which dtype its ids are,"
-                    f" {problem if dtype else 'and data.dtype is empty.'} Legal: {', '.join(DTYPES)}"
-                )
-            size, width = path.stat().st_size, np.dtype(dtype).itemsize
-            if size % width:
-                raise ConfigError(
-                    f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype = '{dtype}'"
-                    f" ({width} bytes each)"
-                )
-            return _mapped(path, np.dtype(dtype).newbyteorder("<").str, 0, size // width)
-        file, documents = _megatron(path)
-        self._documents[file.path] = documents
-        return file
+        files = []
+        for path in (file.path for file in scan.files):
+            if scan.format == "npy":
+                try:
+                    array = np.lib.format.open_memmap(path, mode="r")
+                except (
+                    ValueError,
+                    OSError,
+                    SyntaxError,
+                    RecursionError,
+                    MemoryError,
+                    OverflowError,
+                    TypeError,
+                ) as error:
+                    raise ConfigError(f"data.source: {path} is no .npy file that numpy reads: {error}") from error
+                if array.ndim != 1 or array.dtype.kind not in "ui":
+                    raise ConfigError(
+                        f"data.source: {path} holds an array of shape {array.shape} and dtype {array.dtype}; it must be"
+                        f" 1-D, of whole numbers (numpy.save('{path.name}', array.reshape(-1).astype('uint16')))"
+                    )
+                files.append(_mapped(path, array.dtype.str, int(array.offset), len(array)))
+            elif scan.format == "bin":
+                dtype = options.dtype
+                if dtype not in DTYPES:
+                    problem = f"data.dtype = {dtype!r} is none of them.{nearest(dtype, DTYPES)}"
+                    raise ConfigError(
+                        f"data.source: {path} does not say of which dtype its ids are,"
+                        f" {problem if dtype else 'and data.dtype is empty.'} Legal: {', '.join(DTYPES)}"
+                    )
+                size, width = path.stat().st_size, np.dtype(dtype).itemsize
+                if size % width:
+                    raise ConfigError(
+                        f"data.source: {path} has {size} bytes, which are no whole number of ids of data.dtype ="
+                        f" '{dtype}' ({width} bytes each)"
+                    )
+                files.append(_mapped(path, np.dtype(dtype).newbyteorder("<").str, 0, size // width))
+            else:
+                file, documents = _megatron(path)
+                self._documents[file.path] = documents
+                files.append(file)
+        self.files = tuple(files)
 
     @property
     def folder_name(self) -> str:
@@ -214,6 +223,15 @@ class IndexingRecipe:
             all_offsets.append(offsets)
             values = {**asdict(file), "n_documents": len(offsets) - 1, "digest": digest.hexdigest()}
             files.append(MappedFile(**values))
+        n_training, before = total, 0
+        if self.fraction:  # rounded up to a document's end that leaves something to hold out
+            n_training = wanted = round(total * (1 - self.fraction))
+            for own in all_offsets:
+                if before + int(own[-1]) >= wanted:
+                    near = before + int(own[np.searchsorted(own, wanted - before)])
+                    n_training = near if near < total else wanted
+                    break
+                before += int(own[-1])
         index = Index(
             VERSION,
             key.hexdigest(),
@@ -221,7 +239,7 @@ class IndexingRecipe:
             self.tokenizer.end_of_document,
             float(self.fraction),
             tuple(files),
-            _cut(all_offsets, self.fraction),
+            n_training,
         )
         write_meta(folder, asdict(index))
         say(f"{index.n_training_tokens} tokens to train on, {index.n_tokens - index.n_training_tokens} held out")
@@ -238,20 +256,6 @@ class IndexingRecipe:
             f" made the file (or 'ids:VOCABULARY:END', without its"
             f" texts){', and see whether data.dtype is right' if file.path.endswith('.bin') else ''}"
         )
-
-
-def _cut(offsets: list[np.ndarray], fraction: float) -> int:
-    """Return (1 - fraction) of all tokens, rounded up to a document's end that leaves something to hold out."""
-    total = sum(int(o[-1]) for o in offsets)
-    wanted, before = round(total * (1 - fraction)), 0
-    if not fraction:
-        return total
-    for own in offsets:
-        if before + int(own[-1]) >= wanted:
-            near = before + int(own[np.searchsorted(own, wanted - before)])
-            return near if near < total else wanted
-        before += int(own[-1])
-    return wanted
 
 
 def open_index(folder: Path) -> Corpus:

@@ -450,12 +450,10 @@ class Scan:
             return f"{sum(file.n_records for file in self.files)} documents about animals"
         notes = (
             (self.n_empty, "empty"),
-            (self.n_other, "not text"),
+            (self.n_other, f"not {self.format}"),
             (self.n_repeated, "named twice"),
             (self.n_undecodable, "not UTF-8"),
         )
-        if self.format != "text":
-            notes = ((self.n_empty, "empty"), (self.n_other, f"not {self.format}"), (self.n_repeated, "named twice"))
         passed_over = ", ".join(f"{count} {why}" for count, why in notes if count)
         what = f"{len(self.files)} documents"
         if self.format in RECORD_FORMATS:

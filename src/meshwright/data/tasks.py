@@ -43,11 +43,6 @@ ASKED = ("prompt", "messages", "conversations")
 """Columns of what both sides answer."""
 
 
-def holds_messages(sample: Record) -> bool:
-    """Return whether the answers of a record, or what they answer, are messages, and not text."""
-    return not isinstance(sample.get(SIDES[0]), str) or any(are_messages(sample.get(n)) for n in (SIDES[0], *ASKED))
-
-
 @dataclass(frozen=True)
 class Preferences:
     """A prompt with two answers, of which ``chosen`` is better: an example of each, in this order.
@@ -270,7 +265,22 @@ def choose_task(options: SourceOptions, tokenizer: Tokenizer, sample: Record, vi
     name = task_name(options, sample)
     key = "" if name == "completion" else options.column if options.column != "text" else _column_of_messages(sample)
     if vision.folder and (name == "chat" or (name == "completion" and any(map(sample.get, COLUMNS)))):
-        task = _pictured(options, tokenizer, key, vision)
+        from .conversation import PicturedChat
+
+        processor = vision.processor
+        processor.check(tokenizer)
+        if options.template or processor.template is None:
+            template = load_template(options.template, getattr(tokenizer, "folder", None))
+        else:
+            template = ChatTemplate(processor.template, processor.special_tokens)
+        chat = PicturedChat(key, Turns(template, options.learn), processor)
+        columns = (*((key,) if key else (*PROMPTS, *ANSWERS)), *COLUMNS, "system", "tools")
+
+        def in_no_folder(record: Record, where: str) -> list[Example]:
+            raise AssertionError("paths of images are relative to a folder: call examples_in")
+
+        own: dict[str, Any] = {"fingerprint": chat.fingerprint, "columns": columns, "turns": chat.turns}
+        task = Task("chat", in_no_folder, True, ends=False, pictured=chat, **own)
     else:
         task = _of_text(name, key, options, tokenizer, sample)
         reads_none = (
@@ -290,13 +300,24 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
     if name == "chat" or (name == "completion" and are_turns):
         return _chat(name, key, sides, Turns(load_template(options.template, folder), options.learn))
     if name == "alpaca" and (options.template or (own_template and any(other in sample for other in _TALKED))):
-        return _alpaca_talk(Turns(load_template(options.template, folder), options.learn))
+        turns = Turns(load_template(options.template, folder), options.learn)
+
+        def talk(record: Record, where: str) -> list[Example]:
+            instruction, given, answer = _alpaca(record, where)
+            asked = {"role": "user", "content": "\n".join(text for text in (instruction, given) if text)}
+            messages = [*history_of(record, where), asked, {"role": "assistant", "content": answer}]
+            others = tools_of(record, turns.template, where)
+            return turns.examples(with_system(messages, record, where), others, where)
+
+        decides, columns = json.dumps(["alpaca", *turns.fingerprint]), (*_ALPACA_COLUMNS, *_TALKED, "tools")
+        return Task("alpaca", talk, is_whole=True, ends=False, fingerprint=decides, columns=columns, turns=turns)
     if options.learn == "last":
         raise ConfigError(f"data.learn = 'last' is of conversations, and the task is '{name}': leave it out")
     if name == TASK and options.learn != "answers":
         raise ConfigError("data.learn = 'all', and of pairs of answers the answers alone are learnt: leave it out")
     if name == TASK:
-        of_messages = bool(options.template) or holds_messages(sample)
+        is_text = isinstance(sample.get(SIDES[0]), str) and not options.template
+        of_messages = not is_text or any(are_messages(sample.get(other)) for other in (SIDES[0], *ASKED))
         pairs = Preferences(load_template(options.template, folder) if of_messages else None)
         return Task(TASK, pairs.examples, True, not of_messages, fingerprint=pairs.fingerprint, columns=pairs.columns)
     if name not in ("completion", "alpaca"):
@@ -314,7 +335,12 @@ def _of_text(name: str, key: str, options: SourceOptions, tokenizer: Tokenizer, 
 
     def pair(record: Record, where: str) -> list[Example]:
         if name == "alpaca":
-            prompt, answer = _alpaca(record, where)
+            instruction, given, answer = _alpaca(record, where)
+            with_input = ", paired with an input that provides further context" if given else ""
+            prompt = f"{_ALPACA}{with_input}. Write a response that appropriately completes the request."
+            prompt += f"\n\n### Instruction:\n{instruction}"
+            prompt += f"\n\n### Input:\n{given}" if given else ""
+            prompt += "\n\n### Response:\n"
         else:
             prompt, answer = (text_of(record, side, where) for side in sides)
         if not answer.strip():
@@ -348,41 +374,6 @@ def _chat(name: str, key: str, sides: tuple[str, ...], turns: Turns) -> Task:
     columns = (*((key,) if key else sides), "system", "tools")
     decides = json.dumps([key or (", ".join(sides) if sides != _COMPLETION else ""), *turns.fingerprint])
     return Task(name, examples, True, ends=False, fingerprint=decides, columns=columns, turns=turns)
-
-
-def _alpaca_talk(turns: Turns) -> Task:
-    """Make a task of Alpaca's records that a chat template writes as conversations."""
-
-    def examples(record: Record, where: str) -> list[Example]:
-        instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
-        given = text_of(record, "input", where) if record.get("input") is not None else ""
-        asked = {"role": "user", "content": "\n".join(text for text in (instruction, given) if text)}
-        messages = [*history_of(record, where), asked, {"role": "assistant", "content": answer}]
-        others = tools_of(record, turns.template, where)
-        return turns.examples(with_system(messages, record, where), others, where)
-
-    decides, columns = json.dumps(["alpaca", *turns.fingerprint]), (*_ALPACA_COLUMNS, *_TALKED, "tools")
-    return Task("alpaca", examples, is_whole=True, ends=False, fingerprint=decides, columns=columns, turns=turns)
-
-
-def _pictured(options: SourceOptions, tokenizer: Tokenizer, key: str, vision: Vision) -> Task:
-    from .conversation import PicturedChat
-
-    processor = vision.processor
-    processor.check(tokenizer)
-    if options.template or processor.template is None:
-        template = load_template(options.template, getattr(tokenizer, "folder", None))
-    else:
-        template = ChatTemplate(processor.template, processor.special_tokens)
-    chat = PicturedChat(key, Turns(template, options.learn), processor)
-    columns = (*((key,) if key else (*PROMPTS, *ANSWERS)), *COLUMNS, "system", "tools")
-
-    def in_no_folder(record: Record, where: str) -> list[Example]:
-        raise AssertionError("paths of images are relative to a folder: call examples_in")
-
-    decides = chat.fingerprint
-    more: dict[str, Any] = {"pictured": chat, "columns": columns, "turns": chat.turns}
-    return Task("chat", in_no_folder, True, ends=False, fingerprint=decides, **more)
 
 
 def task_name(options: SourceOptions, sample: Record) -> str:
@@ -431,19 +422,11 @@ _ALPACA = "Below is an instruction that describes a task"
 trained."""
 
 
-def _alpaca(record: Record, where: str) -> tuple[str, str]:
+def _alpaca(record: Record, where: str) -> tuple[str, str, str]:
+    """Return the instruction of an Alpaca record, its input ("" without one) and its output."""
     instruction, answer = text_of(record, "instruction", where), text_of(record, "output", where)
-    if given := (text_of(record, "input", where) if record.get("input") is not None else ""):
-        prompt = (
-            f"{_ALPACA}, paired with an input that provides further context. Write a response that appropriately"
-            f" completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{given}\n\n### Response:\n"
-        )
-    else:
-        prompt = (
-            f"{_ALPACA}. Write a response that appropriately completes the request.\n\n###"
-            f" Instruction:\n{instruction}\n\n### Response:\n"
-        )
-    return prompt, answer
+    given = text_of(record, "input", where) if record.get("input") is not None else ""
+    return instruction, given, answer
 
 
 _ALPACA_COLUMNS = ("instruction", "input", "output")

@@ -165,20 +165,6 @@ def read_tokenizer(path: Path) -> tuple[Any, str]:
     return alone, f"ids are those of {path} alone, since AutoTokenizer cannot read its folder ({why})" if why else ""
 
 
-def unknown_in(content: dict[str, Any]) -> str | None:
-    """Return the token that a tokenizer.json has for what its vocabulary cannot spell; None without one."""
-    model = content["model"]
-    number = model.get("unk_id")
-    return model.get("unk_token") if number is None else model["vocab"][number][0]
-
-
-def tokens_in(content: dict[str, Any]) -> set[str]:
-    """Return the tokens in a tokenizer.json; transformers may add more, such as the default tokens of a class."""
-    vocabulary = content["model"]["vocab"]
-    words = vocabulary if isinstance(vocabulary, dict) else (word for word, _ in vocabulary)
-    return {*words, *(token["content"] for token in content["added_tokens"])}
-
-
 def written_around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer's own call puts before the ids of a text, and behind them."""
     for probe in _probes(backend):
@@ -333,7 +319,12 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         content = self.path.read_bytes()
         written = json.loads(content)
-        in_file, unknown = tokens_in(written), unknown_in(written)
+        model, vocabulary = written["model"], written["model"]["vocab"]
+        words = vocabulary if isinstance(vocabulary, dict) else [word for word, _ in vocabulary]
+        # transformers may add more, such as the default tokens of a class
+        in_file = {*words, *(token["content"] for token in written["added_tokens"])}
+        number = model.get("unk_id")
+        unknown = model.get("unk_token") if number is None else vocabulary[number][0]
         self.end_of_document: int = self._find_end(end_of_document, in_file)
         self.before, self.behind = written_around(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()

@@ -165,7 +165,19 @@ def messages_of(value: Any, name: str, where: str) -> list[Message]:
     value = _parsed(value)
     is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if is_list and value and all("from" in message and "role" not in message for message in value):
-        return [_of_share_gpt(message, f"{where}, turn {turn}") for turn, message in enumerate(value, 1)]
+        messages = []
+        for turn, message in enumerate(value, 1):
+            here, speaker, text = f"{where}, turn {turn}", message["from"], message.get("value")
+            if not isinstance(speaker, str) or speaker not in SPEAKERS:
+                raise BadRow(
+                    f"{here}: nobody knows the role of {speaker!r} (from).{nearest(str(speaker), SPEAKERS)} Known are"
+                    f" {', '.join(SPEAKERS)}; write other turns as messages with a role and a content"
+                )
+            if not isinstance(text, str):
+                raise BadRow(f"{here}: its value must be text, and is {repr(text)[:60]}")
+            others = {key: one for key, one in message.items() if key not in ("from", "value")}
+            messages.append({**others, "role": SPEAKERS[speaker], "content": text})
+        return messages
     if not is_list or not all(message.get("role") for message in value):
         raise BadRow(
             f"{where}: '{name}' must be a list of messages with a role and a content each (or, as ShareGPT, a from and"
@@ -311,19 +323,6 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _of_share_gpt(message: Record, where: str) -> Message:
-    speaker, text = message["from"], message.get("value")
-    if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise BadRow(
-            f"{where}: nobody knows the role of {speaker!r} (from).{nearest(str(speaker), SPEAKERS)} Known are"
-            f" {', '.join(SPEAKERS)}; write other turns as messages with a role and a content"
-        )
-    if not isinstance(text, str):
-        raise BadRow(f"{where}: its value must be text, and is {repr(text)[:60]}")
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {**others, "role": SPEAKERS[speaker], "content": text}
-
-
 def text_of(record: Record, name: str, where: str) -> str:
     """Return the text in a column; raises BadRow if it holds anything else."""
     value = column(record, name, where)
@@ -406,10 +405,23 @@ class Turns:
             else:
                 answers = [i for i in answers if i <= max(learnt)]  # what comes later is neither learnt nor context
                 messages = messages[: answers[-1] + 1]
-                if self.template.has_marks:
-                    examples = [self._marked(messages, answers, learnt, others, where)]
-                else:
+                if not self.template.has_marks:
                     examples = self._parted(messages, answers, learnt, others, where)
+                else:
+                    text, spans = self.template.render_marked(messages, **others)
+                    if not spans:
+                        raise BadRow(
+                            f"{where}: the chat template has {{% generation %}} marks, and marks nothing of this"
+                            f" conversation"
+                        )
+                    if learnt != set(answers):
+                        if len(spans) != len(answers):
+                            raise BadRow(
+                                f"{where}: some of the {len(answers)} answers are not to be learnt, and the chat"
+                                f" template marks {len(spans)} parts, so that none belongs to one answer"
+                            )
+                        spans = [span for i, span in zip(answers, spans, strict=True) if i in learnt]
+                    examples = [pieces_of(text, spans)]
         except ValueError as error:
             raise (error if isinstance(error, BadRow) else BadRow(f"{where}: {error}")) from error
         if not parts:
@@ -422,7 +434,18 @@ class Turns:
         self, messages: list[Message], answers: list[int], learnt: set[int], others: dict[str, Any], where: str
     ) -> list[Example]:
         answered = [self.template.render(messages[: i + 1], **others) for i in answers]
-        asked = [self._asked(messages, i, after, others) for i, after in zip(answers, answered, strict=True)]
+        asked: list[str] = []
+        for i, after in zip(answers, answered, strict=True):
+            if i:
+                asked.append(self.template.render(messages[:i], prompts_answer=True, **others))
+                continue
+            try:  # templates need not write a text that asks for the very first turn
+                found = self.template.render([], prompts_answer=True, **others)
+            except ValueError:
+                found = None
+            if found is None or not after.startswith(found):
+                found = after.partition(str(messages[0]["content"]).strip())[0]
+            asked.append(found)
         whole = self.template.render(messages, **others)
         for before, after in zip(asked, answered, strict=True):
             if not after.startswith(before):
@@ -443,35 +466,6 @@ class Turns:
             for i, before, after in zip(answers, asked, answered, strict=True)
             if i in learnt
         ]
-
-    def _asked(self, messages: list[Message], turn: int, answered: str, others: dict[str, Any]) -> str:
-        """Return the text that asks for an answer; templates need not write one for the very first turn."""
-        if turn:
-            return self.template.render(messages[:turn], prompts_answer=True, **others)
-        try:
-            found = self.template.render([], prompts_answer=True, **others)
-        except ValueError:
-            found = None
-        if found is not None and answered.startswith(found):
-            return found
-        return answered.partition(str(messages[0]["content"]).strip())[0]
-
-    def _marked(
-        self, messages: list[Message], answers: list[int], learnt: set[int], others: dict[str, Any], where: str
-    ) -> Example:
-        text, spans = self.template.render_marked(messages, **others)
-        if not spans:
-            raise BadRow(
-                f"{where}: the chat template has {{% generation %}} marks, and marks nothing of this conversation"
-            )
-        if learnt != set(answers):
-            if len(spans) != len(answers):
-                raise BadRow(
-                    f"{where}: some of the {len(answers)} answers are not to be learnt, and the chat template marks"
-                    f" {len(spans)} parts, so that none belongs to one answer"
-                )
-            spans = [span for i, span in zip(answers, spans, strict=True) if i in learnt]
-        return pieces_of(text, spans)
 
 
 def pieces_of(text: str, spans: list[tuple[int, int]]) -> Example:

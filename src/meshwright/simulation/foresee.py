@@ -404,21 +404,9 @@ class _Question:
         return plan, self._job(plan, rows)
 
     def _searchable(self, techniques: Techniques) -> Job:
-        """Return a job to search from; its stages have the cuts that the techniques state, or none."""
-        job = self._job(self._some_plan(techniques))
-        return job if techniques.pipeline_cuts or techniques.layers_per_stage else job.with_execution(cuts=())
+        """Return a job to search from; its stages have the cuts that the techniques state, or none.
 
-    def _implied(self, techniques: Techniques) -> Iterator[Pin]:
-        """Yield what follows for a layout from techniques, so that no search tries what rules refuse."""
-        if self.batch.pairs:
-            yield Pin("loss_chunks", "=", "1")
-        if techniques.data_parallel == "ddp" or techniques.zero_stage == 0:
-            yield Pin("dp_shard", "=", "1")
-        if techniques.sync_grad_accum == "shard":
-            yield Pin("dp_replicate", ">=", "2")
-
-    def _some_plan(self, techniques: Techniques) -> Plan:
-        """Plan a layout of data ranks alone; where rules refuse it, the first other one that they allow.
+        Its layout is of data ranks alone; where rules refuse it, the first other one that they allow.
 
         Raises:
             ConfigError, UnsupportedError: they allow none; the reason is that of data ranks.
@@ -431,12 +419,25 @@ class _Question:
             others += [(Layout(pp=n), loops) for n in sizes]
         try:
             whole = Pin("dp_shard", "=", "1") in self._implied(techniques)
-            return self._plan(world, Layout(dp_replicate=world, dp_shard=1) if whole else OPEN, techniques, None)
+            made = self._plan(world, Layout(dp_replicate=world, dp_shard=1) if whole else OPEN, techniques, None)
         except MeshwrightError as refused:
             for layout, changed in others:
                 with suppress(MeshwrightError):
-                    return self._plan(world, layout, changed, None)
-            raise refused from None
+                    made = self._plan(world, layout, changed, None)
+                    break
+            else:
+                raise refused from None
+        job = self._job(made)
+        return job if techniques.pipeline_cuts or techniques.layers_per_stage else job.with_execution(cuts=())
+
+    def _implied(self, techniques: Techniques) -> Iterator[Pin]:
+        """Yield what follows for a layout from techniques, so that no search tries what rules refuse."""
+        if self.batch.pairs:
+            yield Pin("loss_chunks", "=", "1")
+        if techniques.data_parallel == "ddp" or techniques.zero_stage == 0:
+            yield Pin("dp_shard", "=", "1")
+        if techniques.sync_grad_accum == "shard":
+            yield Pin("dp_replicate", ">=", "2")
 
     def _freed(self, legal: Legal) -> list[Proposal]:
         """Return the fastest legal layouts where switches that the request states are searched too."""

@@ -239,37 +239,35 @@ def from_json(text: str, where: str = "this text") -> MachineProfile:
         raise ConfigError(f"{where} is no profile of a machine: it has no format. {AGAIN}")
     if (found := values.pop("format")) != FORMAT:
         raise ConfigError(f"{where} is a profile in format {found}, and this meshwright reads format {FORMAT}. {AGAIN}")
-    for one in fields(MachineProfile):
-        if one.name not in values:
-            raise ConfigError(f"{where} is a damaged profile: '{one.name}' is missing. {AGAIN}")
+
+    def damaged(how: str) -> ConfigError:
+        return ConfigError(f"{where} is a damaged profile{how}. {AGAIN}")
+
+    for own in fields(MachineProfile):
+        if own.name not in values:
+            raise damaged(f": '{own.name}' is missing")
     try:
         profile = from_dict(MachineProfile, values, where="profile")
     except ConfigError as error:
-        raise ConfigError(f"{where} is a damaged profile ({str(error).splitlines()[0]}). {AGAIN}") from None
+        raise damaged(f" ({str(error).splitlines()[0]})") from None
     for name, value in _numbers("", asdict(profile)):
         if not math.isfinite(value) or value < 0:
-            raise ConfigError(
-                f"{where} is a damaged profile: {name} is {value}, and must be finite and positive. {AGAIN}"
-            )
+            raise damaged(f": {name} is {value}, and must be finite and positive")
     for one in ("products", "attention", "traffic", "host", "crowding"):
         if not getattr(profile, one):
-            raise ConfigError(f"{where} is a damaged profile: '{one}' is empty. {AGAIN}")
+            raise damaged(f": '{one}' is empty")
     for one, names in NEEDED.items():
         for name in names:
             if name not in getattr(profile, one):
-                raise ConfigError(f"{where} is a damaged profile: '{one}.{name}' is missing. {AGAIN}")
+                raise damaged(f": '{one}.{name}' is missing")
     for name, grid in profile.products.items():
         if len(grid.seconds) != len(grid.dims) ** 3 or list(grid.dims) != sorted(set(grid.dims)):
-            raise ConfigError(
-                f"{where} is a damaged profile: products['{name}'] are not those of all its dims. {AGAIN}"
-            )
+            raise damaged(f": products['{name}'] are not those of all its dims")
     for one in ("attention", "traffic", "optimizer", "messages"):
         for name, points in getattr(profile, one).items():
             sizes = [size for size, _ in points]
             if not sizes or sizes != sorted(set(sizes)) or min(seconds for _, seconds in points) <= 0 or sizes[0] <= 0:
-                raise ConfigError(
-                    f"{where} is a damaged profile: {one}['{name}'] has no ascending sizes with seconds. {AGAIN}"
-                )
+                raise damaged(f": {one}['{name}'] has no ascending sizes with seconds")
     return profile
 
 

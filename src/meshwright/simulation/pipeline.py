@@ -147,7 +147,13 @@ def least_pipeline_seconds(job: Job, stages: StageSeconds, among: Iterable[int] 
             continue
         turns = back[-1] - back[last + 1] + (hops[-1] - hops[last]) * message
         returns = back[first] + hops[first] * message
-        before = _forwards_before(rank, ranks, microbatches, [stages.forward[s] for s in own])
+        # of its forwards before its first backward
+        number = ranks - rank if len(own) == 1 else (len(own) - 1) * ranks + 2 * (ranks - 1 - rank) + 1
+        rounds, rest = divmod(min(number, microbatches * len(own)), ranks * len(own))
+        before = rounds * ranks * forward
+        for stage in own:
+            before += min(rest, ranks) * stages.forward[stage]
+            rest -= min(rest, ranks)
         least = max(whole + turns, reaches + before) + microbatches * (forward + backward) - before
         if name == "1f1b":
             trip = ahead[-1] - ahead[rank] + back[-1] - back[rank] + 2 * (ranks - 1 - rank) * message
@@ -155,19 +161,6 @@ def least_pipeline_seconds(job: Job, stages: StageSeconds, among: Iterable[int] 
             least = max(least, reaches + (trips + 1) * trip + rest * backward)
         most = max(most, least + returns)
     return most
-
-
-def _forwards_before(rank: int, ranks: int, microbatches: int, forward: Sequence[float]) -> float:
-    """Return the seconds of a rank's forwards before its first backward, of 1F1B or its loops."""
-    per_rank = len(forward)
-    number = ranks - rank if per_rank == 1 else (per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-    number = min(number, microbatches * per_rank)
-    rounds, rest = divmod(number, ranks * per_rank)
-    seconds = rounds * ranks * sum(forward)
-    for one in forward:
-        seconds += min(rest, ranks) * one
-        rest -= min(rest, ranks)
-    return seconds
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def search(
         progress: receives the fraction that is done.
     """
     found, chosen = Found(), _Chosen(keep)
-    smallest: _TooLarge | None = None
+    smallest: tuple[_Group, Job, StepMemory] | None = None  # of those that do not fit
     limit = base.machines.device.memory_bytes
     groups = sorted(_groups(base, pins, progress, usual=usual), key=lambda entry: entry[:2])
     for bound, _, group, least in groups:
@@ -317,7 +317,10 @@ def search(
                 found.tried += 1
                 bounds = rising_memory(job, group.saved)
                 if any((memory := bound).total > limit or chosen.is_beaten(least_s, memory.total) for bound in bounds):
-                    smallest = _smaller(smallest, group, job, memory, limit)
+                    if memory.total > limit and (smallest is None or memory.total < smallest[2].total):
+                        memory = step_memory(job, group.saved)
+                        if smallest is None or memory.total < smallest[2].total:
+                            smallest = group, job, memory
                     break  # fewer shards need more
                 chosen.add(max(least_s, least_step_seconds(job, group.kinds)), found.tried, group, job, memory)
     chosen.judge_up_to(math.inf)
@@ -327,14 +330,6 @@ def search(
         group, job, memory = smallest
         found.smallest = Candidate(job, step_time(job, group.kinds), memory)
     return found
-
-
-def _smaller(smallest: _TooLarge | None, group: _Group, job: Job, memory: StepMemory, limit: float) -> _TooLarge | None:
-    """Return the smaller of two that do not fit."""
-    if memory.total <= limit or (smallest is not None and memory.total >= smallest[2].total):
-        return smallest
-    memory = step_memory(job, group.saved)
-    return smallest if smallest is not None and memory.total >= smallest[2].total else (group, job, memory)
 
 
 class _Chosen:
@@ -371,7 +366,11 @@ class _Chosen:
                 heapq.heappush(self._waiting, (closer, number, True, group, job, memory))
                 continue
             candidate = Candidate(job, step_time(job, group.kinds), memory)
-            self.front = _front([*self.front, candidate])
+            front: list[Candidate] = []
+            for one in sorted([*self.front, candidate], key=lambda c: (c.time.seconds, c.memory.total)):
+                if not front or one.memory.total < front[-1].memory.total:
+                    front.append(one)
+            self.front = front
             heapq.heappush(self.best, (-candidate.time.seconds, number, candidate))
             if len(self.best) > self.keep:
                 heapq.heappop(self.best)
@@ -401,15 +400,6 @@ def _groups(
                 kinds, saved = known[key]
                 number += 1
                 yield least_time(job, kinds), number, _Group(mesh, job, kinds, saved), least
-
-
-def _front(candidates: list[Candidate]) -> list[Candidate]:
-    """Return the candidates of which no other is both faster and smaller, fastest first."""
-    front: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.time.seconds, c.memory.total)):
-        if not front or candidate.memory.total < front[-1].memory.total:
-            front.append(candidate)
-    return front
 
 
 @dataclass(frozen=True)
@@ -447,7 +437,3 @@ class _Group:
                 continue  # nothing is gathered, and gradients are whole anyway
             if hold(pins, dp_shard=shard, dp_replicate=layout.dp_replicate):
                 yield job.with_layout(layout)
-
-
-_TooLarge = tuple[_Group, Job, StepMemory]
-"""A candidate that does not fit."""

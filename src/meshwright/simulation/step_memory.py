@@ -178,11 +178,11 @@ def least_memory(job: Job) -> float:
 def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     """Forecast the bytes of one pipeline rank at its peak."""
     run, layout, model = job.execution, job.layout, job.architecture
-    dense, experts, *whole = saved.elements(job, rank)
+    dense, experts, blocks, largest, outside = saved.elements(job, rank)
     activations, logits, working, apart = saved.most(job, rank)
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_shares[0]
-    trained, weight = run.trained, run.weight_bytes or run.compute_bytes
+    trained, weight, gathered = run.trained, run.weight_bytes or run.compute_bytes, 0.0
     if run.zero == 3:
         parameters = owned * (run.master_bytes if trained == 1.0 else weight)
         gradients = owned * run.gradient_bytes * trained
@@ -191,20 +191,25 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
             casts = run.compute_bytes != run.gradient_bytes and run.recompute != "full"
             if casts and any(any(held.deferred) for held in held_on(job, rank)):
                 gradients += elements * run.compute_bytes * trained  # new ones, before they are added in fp32
+        gathered = outside / layout.tp * run.compute_bytes
+        if run.gathers_each:  # the block that computes, and the one behind it
+            gathered += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
+            gathered += 2 * largest * run.gathered_element
+        else:  # everything stays gathered from its first forward on
+            gathered += blocks * run.gathered_element
     else:
         parameters = elements * (run.copy_bytes or run.master_bytes) if trained == 1.0 else elements * weight
         parameters += owned * run.master_bytes * (trained if run.copy_bytes else 0)
         gradients = (owned if run.zero == 2 and job.microbatches == 1 else elements) * run.gradient_bytes * trained
         if run.buckets:
-            delays, largest = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
-            gradients += beside_buckets(gradients, min(gradients, largest / layout.tp), delays=delays)
+            delays, head = job.microbatches > 1 and not run.reduces_each, model.head_elements * run.gradient_bytes
+            gradients += beside_buckets(gradients, min(gradients, head / layout.tp), delays=delays)
     if run.rests_on_host:
         parameters = gradients = owned = 0.0
     if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
         at_end = gradients, working, 0.0
         gradients, activations, logits = max((0.0, activations, logits), at_end, key=sum)
-    gathered = _gathered(job, *whole)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
     fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
     held = parameters, gradients, state, activations, logits, gathered
@@ -271,18 +276,6 @@ class HeldBytes:
         if not (computes and self.measured):
             return activations + self.backward * computes, at_loss[1]
         return max((activations + self.backward, waiting), at_loss, key=sum)
-
-
-def _gathered(job: Job, blocks: float, largest: float, outside: float) -> float:
-    """Return the bytes of whole parameters beside those at rest, by a rank's elements."""
-    run = job.execution
-    if run.zero < 3:
-        return 0.0
-    kept = outside / job.layout.tp * run.compute_bytes
-    if not run.gathers_each:  # everything stays gathered from its first forward on
-        return kept + blocks * run.gathered_element
-    kept += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
-    return kept + 2 * largest * run.gathered_element  # the block that computes, and the one behind it
 
 
 def block_activations(block: BlockShape, job: Job) -> float:

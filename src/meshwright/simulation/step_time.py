@@ -384,54 +384,47 @@ def rank_costs(job: Job, kinds: Kinds, rank: int) -> tuple[Costs, Costs]:
 
 def _data(job: Job, kinds: Kinds, rank: int, backward_s: float) -> tuple[float, float]:
     """Return the seconds of gathers and reductions over data ranks in a step: exposed, and hidden behind work."""
-    run, model, owners = job.execution, job.architecture, job.owner_group
-    if job.data_ranks * job.layout.cp == 1:
+    run, layout, machines, model = job.execution, job.layout, job.machines, job.architecture
+    if job.data_ranks * layout.cp == 1:
         return 0.0, 0.0
     shapes, counts = model.kinds[0], model.part(job.bounds_on(rank)).counts
     found = [(shape, times, count) for shape, times, count in zip(shapes, kinds.times, counts, strict=True) if count]
     if run.zero != 3:
         return _whole_parameters(job, found, backward_s)
     # embedding and head, whose messages little work hides
-    elements = (model.embedding_elements + (0 if model.tied else model.head_elements)) / job.layout.tp
-    elements /= 2 if job.layout.pp > 1 else 1
-    exposed = sum(job.machines.gather_s(elements * size, owners) for size in (run.compute_bytes, run.reduce_bytes))
-    hidden = 0.0
-    for shape, times, count in found:
-        more, behind = _sharded_block(shape, times, job)
-        exposed, hidden = exposed + count * more, hidden + count * behind
-    return exposed, hidden
-
-
-def _sharded_block(block: BlockShape, times: BlockTimes, job: Job) -> tuple[float, float]:
-    """Return the seconds of a sharded block's messages in a step: exposed, and hidden behind the next blocks' work."""
-    run, layout, machines, together = job.execution, job.layout, job.machines, job.joined(block)
-    dense = block.dense_elements / layout.tp * together
-    reduced = run.reduce_bytes * run.trained
-    gathers = machines.gather_s(dense * run.gathered_element, job.owner_group)
-    reduces = machines.gather_s(dense * reduced, job.owner_group)
-    again = machines.gather_s(dense * run.gathered_element, Group(run.reshards_to or job.owners, layout.tp))
-    replicas = 0.0
-    if job.replica_group.size > 1:
-        replicas = machines.reduce_s(dense * reduced / job.owners, job.replica_group)
-    if block.experts:
-        own = block.experts.elements / layout.ep * together * job.expert_shares[1]
-        experts = machines.gather_s(own * run.gathered_element, job.expert_replicas)
-        gathers, again = gathers + experts, again + experts
-        reduces += machines.gather_s(own * reduced, job.expert_replicas)
+    elements = (model.embedding_elements + (0 if model.tied else model.head_elements)) / layout.tp
+    elements /= 2 if layout.pp > 1 else 1
+    exposed = sum(machines.gather_s(elements * size, job.owner_group) for size in (run.compute_bytes, run.reduce_bytes))
+    hidden, reduced = 0.0, run.reduce_bytes * run.trained
     forwards = job.microbatches if run.gathers_each else 1
     backwards = job.microbatches if run.gathers_each else 0
     reductions = job.microbatches if run.reduces_each else 1
     sums = 1 if run.sums_replicas_once else reductions
-    reduces += again if backwards else 0.0
-    phases = [
-        (forwards, gathers, times.forward_s if run.hides_gathers else 0.0),
-        (backwards - reductions, again, times.backward_s),  # microbatches before the last gather alone
-        (reductions - sums, reduces, times.backward_s),
-        (sums, reduces + replicas, times.backward_s),
-    ]
-    phases = [(count / together, seconds, room * together) for count, seconds, room in phases if count > 0]
-    exposed = sum(count * max(0.0, seconds - room) for count, seconds, room in phases)
-    return exposed, sum(count * min(seconds, room) for count, seconds, room in phases)
+    for block, times, number in found:  # messages of a sharded block run behind the next blocks' work
+        together = job.joined(block)
+        dense = block.dense_elements / layout.tp * together
+        gathers = machines.gather_s(dense * run.gathered_element, job.owner_group)
+        reduces = machines.gather_s(dense * reduced, job.owner_group)
+        again = machines.gather_s(dense * run.gathered_element, Group(run.reshards_to or job.owners, layout.tp))
+        replicas = 0.0
+        if job.replica_group.size > 1:
+            replicas = machines.reduce_s(dense * reduced / job.owners, job.replica_group)
+        if block.experts:
+            own = block.experts.elements / layout.ep * together * job.expert_shares[1]
+            experts = machines.gather_s(own * run.gathered_element, job.expert_replicas)
+            gathers, again = gathers + experts, again + experts
+            reduces += machines.gather_s(own * reduced, job.expert_replicas)
+        reduces += again if backwards else 0.0
+        phases = [
+            (forwards, gathers, times.forward_s if run.hides_gathers else 0.0),
+            (backwards - reductions, again, times.backward_s),  # microbatches before the last gather alone
+            (reductions - sums, reduces, times.backward_s),
+            (sums, reduces + replicas, times.backward_s),
+        ]
+        phases = [(count / together, seconds, room * together) for count, seconds, room in phases if count > 0]
+        exposed += number * sum(count * max(0.0, seconds - room) for count, seconds, room in phases)
+        hidden += number * sum(count * min(seconds, room) for count, seconds, room in phases)
+    return exposed, hidden
 
 
 def _whole_parameters(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -98,7 +97,14 @@ def step_timeline(job: Job, time: StepTime | None = None) -> StepTimeline:
     last = [LaneBar(LaneUse.DATA, ended, ended + time.costs.get(Cost.DATA, 0.0))]
     last.append(LaneBar(LaneUse.OPTIMIZER, last[0].end, last[0].end + time.costs.get(Cost.OPTIMIZER, 0.0)))
     last = [bar for bar in last if bar.end > bar.begin]
-    exposed, work = _exposed(job, kinds), []
+    exposed: dict[Work, list[float]] = {}  # by stage, of one microbatch
+    for kind_of_work in (Work.FORWARD, Work.BACKWARD):
+        of_kinds = [times.forward if kind_of_work is Work.FORWARD else times.backward for times in kinds.times]
+        by_kind = [sum(costs.get(cost, 0.0) for cost in EXPOSED) for costs in of_kinds]
+        order = job.architecture.kinds[1]
+        exposed[kind_of_work] = [sum(by_kind[kind] for kind in order[a:b]) for a, b in job.stage_bounds]
+    exposed[Work.INPUT] = exposed[Work.BACKWARD]
+    work: list[tuple[LaneBar, ...]] = []
     for lane in spans:
         bars: list[LaneBar] = []
         for action, begin, end in lane:  # the work, then the messages in it that nothing hides
@@ -107,40 +113,22 @@ def step_timeline(job: Job, time: StepTime | None = None) -> StepTimeline:
             if messages > 0:
                 bars.append(LaneBar(LaneUse.EXPOSED, end - messages, end, str(action)))
         work.append((*bars, *last))
-    if job.layout.pp > 1:
-        beside = _sent(job, spans, seconds.message * slow)
+    beside: list[tuple[LaneBar, ...]] = []
+    if job.layout.pp > 1:  # messages to ranks with the stage before or behind
+        homes, message = job.rank_of, seconds.message * slow
+        for rank, lane in enumerate(spans):
+            bars = []
+            for action, _, end in lane:
+                to = action.stage + (1 if action.work is Work.FORWARD else -1)
+                if message > 0 and action.work is not Work.WEIGHT and 0 <= to < len(homes) and homes[to] != rank:
+                    bars.append(LaneBar(LaneUse.SENT, end, end + message, f"{action} to rank {homes[to]}"))
+            beside.append(tuple(bars))
     else:  # messages that run behind the work, spread evenly over it
         over = [bar for bar in work[0] if bar.use in USES.values()]
         whole = sum(bar.end - bar.begin for bar in over)
         part = min(1.0, time.hidden_s / whole) if whole else 0.0
-        beside = (tuple(LaneBar(LaneUse.HIDDEN, b.begin, b.begin + part * (b.end - b.begin)) for b in over if part),)
-    return StepTimeline(last[-1].end if last else ended, tuple(work), beside, tuple(map(tuple, spans)))
-
-
-def _exposed(job: Job, kinds: Kinds) -> dict[Work, list[float]]:
-    """Return for each stage the seconds of messages inside one forward, and one backward, that nothing hides."""
-    order, found = job.architecture.kinds[1], {}
-    for work in (Work.FORWARD, Work.BACKWARD):
-        by_kind = [
-            sum((times.forward if work is Work.FORWARD else times.backward).get(cost, 0.0) for cost in EXPOSED)
-            for times in kinds.times
-        ]
-        found[work] = [sum(by_kind[kind] for kind in order[a:b]) for a, b in job.stage_bounds]
-    found[Work.INPUT] = found[Work.BACKWARD]
-    return found
-
-
-def _sent(job: Job, spans: Sequence[Sequence[Span]], message: float) -> tuple[tuple[LaneBar, ...], ...]:
-    """Return each rank's messages to ranks with the stage before or behind."""
-    homes, found = job.rank_of, []
-    for rank, lane in enumerate(spans):
-        bars = []
-        for action, _, end in lane:
-            to = action.stage + (1 if action.work is Work.FORWARD else -1)
-            if message > 0 and action.work is not Work.WEIGHT and 0 <= to < len(homes) and homes[to] != rank:
-                bars.append(LaneBar(LaneUse.SENT, end, end + message, f"{action} to rank {homes[to]}"))
-        found.append(tuple(bars))
-    return tuple(found)
+        beside.append(tuple(LaneBar(LaneUse.HIDDEN, b.begin, b.begin + part * (b.end - b.begin)) for b in over if part))
+    return StepTimeline(last[-1].end if last else ended, tuple(work), tuple(beside), tuple(map(tuple, spans)))
 
 
 def memory_over_step(job: Job, memory: StepMemory, timeline: StepTimeline) -> MemoryOverTime:

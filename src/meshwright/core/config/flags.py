@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError, nearest
+from meshwright.core.names import under
 
 from .ranges import limits
 from .read import from_dict, plain, read_value, toml_value, type_words
-from .schema import default_of, field_doc, field_types, item_types, join, row_of, section_of, sections, union_arms
+from .schema import default_of, field_doc, field_types, item_types, row_of, section_of, sections, union_arms
 
 # --- write the help of keys from the dataclasses themselves
 
@@ -85,12 +86,12 @@ def keys_text(cls: type, instance: Any = None, *, wanted: str = "", width: int =
         (path, section, [name for name, kind in field_types(section).items() if not section_of(kind)])
         for path, section in sections(cls)
     ]
-    chosen = _named([(path, join(path, name)) for path, _, names in tree for name in names], wanted)
+    chosen = _named([(path, under(path, name)) for path, _, names in tree for name in names], wanted)
     blocks = []
     for path, section, names in tree:
         fields, lines = {field.name: field for field in dataclasses.fields(section)}, []
         for name in names:
-            if (key := join(path, name)) not in chosen:
+            if (key := under(path, name)) not in chosen:
                 continue
             kind = key_kind(field_types(section)[name])
             text, title = field_doc(section, name).replace("``", ""), f"  {key} = {kind}"

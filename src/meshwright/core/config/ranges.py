@@ -11,8 +11,9 @@ from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hint
 
 from meshwright.core.dtypes import canonical_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.names import under
 
-from .schema import field_types, is_section, join, union_arms
+from .schema import field_types, is_section, union_arms
 
 
 @runtime_checkable
@@ -88,7 +89,7 @@ def _collect(annotation: Any, key: str, found: dict[str, Limit]) -> None:
         found.update((key, limit) for limit in rest if isinstance(limit, Limit))
     for arm in union_arms(annotation):
         if is_section(arm):
-            found.update((join(key, inner), limit) for inner, limit in limits(arm).items())
+            found.update((under(key, inner), limit) for inner, limit in limits(arm).items())
         elif get_origin(arm) in (tuple, list):
             _collect(get_args(arm)[0], f"{key}[]", found)
 
@@ -119,4 +120,4 @@ def _values(node: Any, pattern: str, path: str) -> Iterator[tuple[str, Any]]:
     else:
         end = next((i for i, char in enumerate(pattern) if char in ".["), len(pattern))
         name, rest = pattern[:end], pattern[end:].removeprefix(".")
-        yield from _values(getattr(node, name), rest, join(path, name))
+        yield from _values(getattr(node, name), rest, under(path, name))

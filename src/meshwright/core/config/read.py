@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.core.errors import ConfigError, MeshwrightError, nearest
+from meshwright.core.names import under
 
 from .schema import (
     default_of,
@@ -21,7 +22,6 @@ from .schema import (
     is_section,
     is_unset,
     item_types,
-    join,
     row_of,
     section_of,
     sections,
@@ -197,16 +197,16 @@ class _ConfigReader:
         for name in data:
             if name not in types:
                 title, keys = f"Keys of [{key}]" if key else "Keys here", ", ".join(types)
-                place, repair = join(key, str(name)), _right_place(self.root, cls, str(name), key)
+                place, repair = under(key, str(name)), _right_place(self.root, cls, str(name), key)
                 raise ConfigError(f"{self._at(place)}: unknown key '{place}'.{repair} {title}: {keys}.")
         for field in () if made_already else dataclasses.fields(cls):
             if field.init and field.name not in data and field.default is field.default_factory:  # both are missing
                 wanted = type_words(types[field.name])
                 raise ConfigError(
-                    f"{self._at(key)}: '{join(key, field.name)}' is missing; it is {wanted} and has no default."
+                    f"{self._at(key)}: '{under(key, field.name)}' is missing; it is {wanted} and has no default."
                 )
         made = {
-            name: self._value(types[name], value, join(key, name)) if value != "auto" else self._auto(cls, name, key)
+            name: self._value(types[name], value, under(key, name)) if value != "auto" else self._auto(cls, name, key)
             for name, value in data.items()
         }
         try:
@@ -220,7 +220,7 @@ class _ConfigReader:
         """Return the default of a number that is chosen later where nobody does; "auto" is read as text elsewhere."""
         default = default_of(next(field for field in dataclasses.fields(cls) if field.name == name))
         is_open = is_unset(default) and not isinstance(default, str)
-        return default if is_open else self._value(field_types(cls)[name], "auto", join(key, name))
+        return default if is_open else self._value(field_types(cls)[name], "auto", under(key, name))
 
     def _value(self, wanted: Any, value: Any, key: str) -> Any:
         if is_unset(value):
@@ -252,7 +252,7 @@ class _ConfigReader:
         if origin is dict:
             if not isinstance(value, Mapping):
                 return _NO
-            return {str(name): self._value(args[1], item, join(key, str(name))) for name, item in value.items()}
+            return {str(name): self._value(args[1], item, under(key, str(name))) for name, item in value.items()}
         if arm is float and type(value) in (int, float):
             try:
                 return float(value)
@@ -303,8 +303,8 @@ def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
     """Suggest an unknown key's place: its name in another section, else the closest spelling, this section first."""
     prefix = re.sub(r"\[\d+\]", "[]", prefix)
     tree = list(sections(root))
-    known = {join(path, key) for path, section in tree for key in field_types(section)}
-    homes = [join(path, name) for path, section in tree if section is not cls and name in field_types(section)]
+    known = {under(path, key) for path, section in tree for key in field_types(section)}
+    homes = [under(path, name) for path, section in tree if section is not cls and name in field_types(section)]
     homes = [f"{home}.kind" if f"{home}.kind" in known else home for home in homes]
     if homes:
         return f" It belongs elsewhere: {' or '.join(homes)}."
@@ -314,7 +314,7 @@ def _right_place(root: type, cls: type, name: str, prefix: str) -> str:
             ratio = difflib.SequenceMatcher(None, name.lower(), choice).ratio()
             here = path == prefix
             is_table = section_of(annotation) is not None
-            scored.append((ratio + 0.1 * here - 0.05 * is_table, here, join(path, choice)))
+            scored.append((ratio + 0.1 * here - 0.05 * is_table, here, under(path, choice)))
     score, here, best = max(scored, key=lambda entry: entry[:2])
     return f" Did you mean '{best}'?" if score >= (0.6 if here else 0.75) else ""
 
@@ -373,7 +373,7 @@ def line_index(text: str) -> dict[str, int]:
             section = _dotted(found.group(1), rows, last=True)
             lines.setdefault(section, number)
         elif found := _ASSIGNMENT.match(line):
-            lines.setdefault(join(section, _dotted(found.group(1), {})), number)
+            lines.setdefault(under(section, _dotted(found.group(1), {})), number)
     return lines
 
 
@@ -382,7 +382,7 @@ def _dotted(key: str, rows: dict[str, int], last: bool = False) -> str:
     parts = [part.strip("\"'") for part in re.findall(_PART, key)]
     path = ""
     for i, part in enumerate(parts):
-        path = join(path, part)
+        path = under(path, part)
         if path in rows and (last or i < len(parts) - 1):
             path = f"{path}[{rows[path]}]"
     return path
@@ -403,7 +403,7 @@ def _table(instance: Any, prefix: str) -> Iterator[str]:
     for field in dataclasses.fields(instance):
         if not field.init:
             continue
-        value, key = getattr(instance, field.name), join(prefix, field.name)
+        value, key = getattr(instance, field.name), under(prefix, field.name)
         is_rows = isinstance(value, (tuple, list)) and len(value) > 0 and all(is_section(type(row)) for row in value)
         if is_section(type(value)) or is_rows:
             tables.append((key, value))

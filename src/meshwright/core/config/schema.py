@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from meshwright.core.names import under
+
 # --- tell a default from a value that somebody chose
 
 Value = TypeVar("Value", int, float, str)
@@ -103,18 +105,14 @@ def default_of(field: dataclasses.Field) -> Any:
     return field.default
 
 
-def join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Yield every (dotted prefix, dataclass) of the tree, the root first; rows of an array of tables as ``key[]``."""
     yield prefix, cls
     for name, annotation in field_types(cls).items():
         if section := section_of(annotation):
-            yield from sections(section, join(prefix, name))
+            yield from sections(section, under(prefix, name))
         elif row := row_of(annotation):
-            yield from sections(row, join(prefix, name) + "[]")
+            yield from sections(row, under(prefix, name) + "[]")
 
 
 def public_keys(cls: type) -> list[str]:
@@ -123,9 +121,9 @@ def public_keys(cls: type) -> list[str]:
     for name, annotation in field_types(cls).items():
         section, row = section_of(annotation), row_of(annotation)
         if section:
-            keys += [join(name, key) for key in public_keys(section)]
+            keys += [under(name, key) for key in public_keys(section)]
         elif row:
-            keys += [join(f"{name}[]", key) for key in public_keys(row)]
+            keys += [under(f"{name}[]", key) for key in public_keys(row)]
         else:
             keys.append(name)
     return keys
