@@ -15,6 +15,7 @@ from support.states import BF16, LAYOUTS, adamw, held, laid_out, local, train, u
 
 from meshwright import IntegrityError, load, save
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.optimizer import low_bit
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW, rounded_by
 from meshwright.planning.optimizer import OptimizerPlan
 
@@ -107,14 +108,14 @@ def test_parameters_that_cannot_be_rounded_so_are_refused(wrong):
 # --- on layouts
 
 
-def by_rank(self, parameter, step, offset):
+def by_rank(words, seed, step, *place):
     """A mutant: every rank draws from a stream of its own."""
     return 1000 * step + dist.get_rank()
 
 
 def rounded_on(layout: str, mutated: bool) -> tuple[str, dict[str, torch.Tensor]]:
     """What the audit says after two steps, and the parameters that are here, as bits."""
-    with uncompiled(), patch.object(TorchaoAdamW, "_seed_of", by_rank) if mutated else nullcontext():
+    with uncompiled(), patch.object(low_bit, "seed_of", by_rank) if mutated else nullcontext():
         model = laid_out(layout, ROUNDED)
         optimizer = adamw(model)
         train(model, optimizer, range(2), max_norm=1e-3)

@@ -298,7 +298,7 @@ def labels_cut_otherwise_than_tokens(patch):
 
 
 def queries_of_the_first_rank(patch):
-    first = property(lambda context: context.reach.take(context.rows.places_of(0)))
+    first = property(lambda context: context.reach.take(context.rows.of_ranks[0]))
     patch.setattr(methods.Context, "own_reach", first)
 
 

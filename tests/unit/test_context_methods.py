@@ -162,7 +162,7 @@ def error(case: Case, ranks: int, method: Method | None, cut: str = "head_tail",
 
 
 def in_rows_order(parts: list[Tensor], rows: CutRows) -> Tensor:
-    order = torch.cat([rows.places_of(rank) for rank in range(len(parts))], dim=1).argsort(dim=1)
+    order = torch.cat([rows.of_ranks[rank] for rank in range(len(parts))], dim=1).argsort(dim=1)
     return select(torch.cat(parts, dim=2), order, 2)
 
 

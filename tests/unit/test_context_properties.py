@@ -212,10 +212,10 @@ def test_members_know_their_tokens_among_all(given_batch, options, count):
     made = cuts(batch, ranks, **options)[0]
     for first in range(0, ranks, count):
         members = Members.of(Thread(Board(ranks), first), made, first, count)
-        together = torch.cat([made.places_of(rank) for rank in range(first, first + count)], dim=1)
+        together = torch.cat([made.of_ranks[rank] for rank in range(first, first + count)], dim=1)
         assert torch.equal(members.places, together.sort(dim=1).values)
         for rank, numbers in zip(range(first, first + count), members.numbers, strict=True):
-            assert torch.equal(members.places.gather(1, numbers.index), made.places_of(rank))
+            assert torch.equal(members.places.gather(1, numbers.index), made.of_ranks[rank])
 
 
 @pytest.mark.fast
@@ -269,7 +269,7 @@ def last_tile_lost() -> AbstractContextManager[Any]:
 
 def members_by_rank() -> AbstractContextManager[Any]:
     def of(group: Any, made: CutRows, first: int, count: int) -> Members:
-        theirs = [made.places_of(rank) for rank in range(first, first + count)]
+        theirs = [made.of_ranks[rank] for rank in range(first, first + count)]
         starts = [sum(part.shape[1] for part in theirs[:number]) for number in range(count)]
         wrong = (start + torch.arange(p.shape[1]).expand_as(p) for start, p in zip(starts, theirs, strict=True))
         return Members(group, first, count, made, tuple(map(rows.Numbers.of, wrong)), torch.cat(theirs, dim=1))

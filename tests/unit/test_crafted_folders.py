@@ -348,8 +348,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.first("local._not_from_the_current_folder = nullcontext")
-@pytest.mark.parametrize("guard", ["", "local._not_from_the_current_folder = nullcontext"])
+@pytest.mark.first("local.with_variables = nullcontext")
+@pytest.mark.parametrize("guard", ["", "local.with_variables = nullcontext"])
 def test_processes_import_nothing_from_the_current_folder(guard, tmp_path):
     (tmp_path / "here").mkdir()
     for name in ("socket", "selectors", "multiprocessing", "torch"):

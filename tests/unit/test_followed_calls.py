@@ -264,8 +264,8 @@ CALLS = [
     ),
     (
         ["techniques.cpu_offload, by 'it'"],
-        lambda: low_bit._check(SimpleNamespace()),  # type: ignore[arg-type]
-        lambda text: low_bit._check(torch.optim.AdamW(GROUPS)),
+        lambda: low_bit.step(SimpleNamespace(), torch.device("cpu")),  # type: ignore[arg-type]
+        lambda text: low_bit.step(torch.optim.AdamW(GROUPS), torch.device("cpu")),
     ),
     (
         ["model.max_seq_len"],

@@ -128,17 +128,38 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
     """Distribute the plan's stacks of experts over the mesh's ``ep`` axis, in place. ``model`` may be on meta."""
     assert plan.experts is not None
     axis = expert_mesh[Axis.EP.value]
+    group = axis.get_group()
+
+    def dispatching(stack: Stack, forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
+
+        def call(given: dict[str, Tensor]) -> Any:
+            # by position: a kernel with this signature may have other argument names
+            bound = inspect.BoundArguments(signature, OrderedDict(given))
+            return forward(*bound.args, **bound.kwargs)
+
+        @torch.compiler.disable
+        def dispatched_experts_forward(*args: Any, **kwargs: Any) -> Tensor:
+            arguments = signature.bind(*args, **kwargs).arguments
+            rows, index, weights = stack.arguments(arguments)
+            compute = functools.partial(stack.compute, call)
+            made = _everywhere(compute, stack, group, rows, index, arguments.get(MEANWHILE))
+            shape = arguments[stack.rows].shape
+            # sum and cast return no view: an in-place addition to a view would lose FSDP2's hook
+            return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
+
+        return dispatched_experts_forward
+
     # gradients are means over the tokens of all data ranks; FSDP2 would divide by its own number of ranks
     factor = 1 / plan.shares.batch_ranks if plan.data.reduction == "mean" else 1.0
-    for stack in plan.experts.stacks:
-        module = model.get_submodule(stack.path)
-        for name in stack.parameters:
+    for planned in plan.experts.stacks:
+        module = model.get_submodule(planned.path)
+        for name in planned.parameters:
             module._parameters[name] = distribute(module.get_parameter(name), axis, Shard(0))
-        for name in stack.counts:
-            setattr(module, name, stack.experts // plan.experts.ranks)
+        for name in planned.counts:
+            setattr(module, name, planned.experts // plan.experts.ranks)
         use_local_parameters(module, LocalView.of(module, gradient_factor=factor))
-        dispatching = _dispatching(stack, axis.get_group(), module.forward)
-        wrap(module, dispatching, f"experts distributed over ep {plan.experts.ranks}")
+        wrap(module, dispatching(planned, module.forward), f"experts distributed over ep {plan.experts.ranks}")
     remember(model, plan.experts)
     return model
 
@@ -146,27 +167,6 @@ def apply(model: nn.Module, plan: Plan, expert_mesh: DeviceMesh) -> nn.Module:
 MEANWHILE = "meanwhile"
 """Name of an optional argument of a stack of experts: a function without arguments, to run while rows are dispatched.
 """
-
-
-def _dispatching(stack: Stack, group: dist.ProcessGroup, forward: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(forward)
-
-    def call(given: dict[str, Tensor]) -> Any:
-        # by position: a kernel with this signature may have other argument names
-        bound = inspect.BoundArguments(signature, OrderedDict(given))
-        return forward(*bound.args, **bound.kwargs)
-
-    @torch.compiler.disable
-    def dispatched_experts_forward(*args: Any, **kwargs: Any) -> Tensor:
-        arguments = signature.bind(*args, **kwargs).arguments
-        rows, index, weights = stack.arguments(arguments)
-        compute = functools.partial(stack.compute, call)
-        made = _everywhere(compute, stack, group, rows, index, arguments.get(MEANWHILE))
-        shape = arguments[stack.rows].shape
-        # sum and cast return no view: an in-place addition to a view would lose FSDP2's hook
-        return (made * weights.unsqueeze(-1)).view(*shape[:-1], index.shape[1], shape[-1]).sum(-2).to(rows.dtype)
-
-    return dispatched_experts_forward
 
 
 def _everywhere(
@@ -339,30 +339,29 @@ class ExpertLoad:
     def __init__(self, models: Sequence[nn.Module]):
         self._counts: dict[str, Tensor] = {}
         self._routers: dict[str, Router] = {}
+
+        def counting(stack: Stack) -> Any:
+            @torch.compiler.disable
+            def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+                if not module.training or is_recomputing():
+                    return
+                numbers = asked_for(stack, args, kwargs)
+                if numbers is None:
+                    return
+                index = numbers.flatten()
+                before = self._counts.get(stack.path)
+                if before is None:
+                    before = torch.zeros(stack.experts + 1, dtype=torch.int64, device=index.device)
+                    self._counts[stack.path] = before
+                before.scatter_add_(0, index, torch.ones_like(index))
+
+            return count
+
         for model in models:
             beside = {owner(clean(raw)): module for raw, module in model.named_modules() if isinstance(module, Router)}
             self._routers |= {path: beside[owner(path)] for path in find_stacks(model) if owner(path) in beside}
-            for path, stack in find_stacks(model).items():
-                module = model.get_submodule(path)
-                module.register_forward_pre_hook(self._hook(stack), with_kwargs=True, prepend=True)
-
-    def _hook(self, stack: Stack) -> Any:
-        @torch.compiler.disable
-        def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if not module.training or is_recomputing():
-                return
-            numbers = asked_for(stack, args, kwargs)
-            if numbers is None:
-                return
-            index = numbers.flatten()
-            before = self._counts.get(stack.path)
-            if before is None:
-                before = self._counts[stack.path] = torch.zeros(
-                    stack.experts + 1, dtype=torch.int64, device=index.device
-                )
-            before.scatter_add_(0, index, torch.ones_like(index))
-
-        return count
+            for path, found in find_stacks(model).items():
+                model.get_submodule(path).register_forward_pre_hook(counting(found), with_kwargs=True, prepend=True)
 
     def take(self, groups: Sequence[dist.ProcessGroup], pipeline: Sequence[dist.ProcessGroup]) -> list[LayerLoad]:
         """Return the counts since the last call, over all ranks. Collective.

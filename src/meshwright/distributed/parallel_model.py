@@ -35,7 +35,7 @@ from .context.context_parallel import runtime_of
 from .data import accumulation, fully_sharded, replicated
 from .loss import preference
 from .loss.declared import DeclaredLosses
-from .loss.first_batch import FirstBatch
+from .loss.first_batch import problem_of
 from .mesh import data_groups, data_position, get_pp_rank, groups_of, is_first_of_stage, tensor_position
 from .optimizer import step as optimizer_step
 from .optimizer.grad_clip import EPSILON, gradients_times, local_gradients, scale_gradients, total_norm
@@ -273,7 +273,7 @@ class ParallelModel(LaidOut):
         step = self.refer(self._opening.open(bring, trains=trains))
         if not self._is_checked and not (self._adds_up and ("tokens" in step.pieces[0] or self.plan.premises_known)):
             with evaluating(self._parts):
-                problem = FirstBatch(self._runner, self._declared, self.plan).problem(step.pieces)
+                problem = problem_of(self._runner, self._declared, self.plan, step.pieces)
             agree.raise_first(problem, [*self._data_groups, *self._pipeline_groups])
             self._is_checked = True
         return step

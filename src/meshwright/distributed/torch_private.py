@@ -170,27 +170,27 @@ def finished_work(result: list[Tensor]) -> Any:
 @contextmanager
 def other_kernels(operators: str, kernels: Mapping[str, Callable[..., Any]], devices: Iterable[str]) -> Iterator[None]:
     """Replace the kernels of a namespace's operators on these devices."""
+    guard = found("torch._C._AutoDispatchBelowADInplaceOrView")
+
+    def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Hide a kernel's operators from autograd, which would count their writes."""
+
+        @functools.wraps(kernel)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with guard():
+                return kernel(*args, **kwargs)
+
+        return run
+
     library = torch.library.Library(operators, "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*verriding a previously registered kernel")
         for name, kernel in kernels.items():
-            torch.library.impl(f"{operators}::{name}", tuple(devices), _unseen(kernel), lib=library)
+            torch.library.impl(f"{operators}::{name}", tuple(devices), unseen(kernel), lib=library)
     try:
         yield
     finally:
         del library  # its finalizer takes the kernels back
-
-
-def _unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide a kernel's operators from autograd, which would count their writes."""
-    guard = found("torch._C._AutoDispatchBelowADInplaceOrView")
-
-    @functools.wraps(kernel)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with guard():
-            return kernel(*args, **kwargs)
-
-    return run
 
 
 def map_memory(group: dist.ProcessGroup) -> None:

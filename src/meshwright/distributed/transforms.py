@@ -315,9 +315,9 @@ class DataTransform(PlannedTransform):
                 f"the mesh has cp = {context_ranks(device_mesh)}, and nothing cuts rows over it: put the transform"
                 f" context_parallel into the chain, or make the mesh with cp = 1"
             )
-        return self.plan_data(facts, facts.module, device_mesh)
+        return self.plan_data(facts, device_mesh)
 
-    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
+    def plan_data(self, facts: ModelFacts, device_mesh: DeviceMesh) -> Plan:
         raise NotImplementedError
 
     def finish(self, model: nn.Module, facts: ModelFacts, plan: Plan, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -338,8 +338,8 @@ class DDPTransform(DataTransform):
     def layout(self) -> Layout:
         return self.context.get("layout") or Layout(dp_replicate=-1, dp_shard=1)
 
-    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    def plan_data(self, facts: ModelFacts, device_mesh: DeviceMesh) -> Plan:
+        meshes = [p.device_mesh for p in facts.module.parameters() if isinstance(p, DTensor)]
         if any(Axis.DP_SHARD.value in (mesh.mesh_dim_names or ()) for mesh in meshes):
             raise ConfigError(
                 "ddp keeps whole parameters on every rank, and fully_shard has sharded them: leave one of the two out"
@@ -401,7 +401,7 @@ class FullyShardTransform(DataTransform):
         log.info("fully_shard: there is one process, so there is nothing to shard")
         return equip(model if self.context.get("device") is None else model.to(self.context["device"]), None)
 
-    def plan_data(self, facts: ModelFacts, model: nn.Module, device_mesh: DeviceMesh) -> Plan:
+    def plan_data(self, facts: ModelFacts, device_mesh: DeviceMesh) -> Plan:
         c: FullyShardTransformConfig = self.config
         policy = MixedPrecisionPolicy() if c.mixed_precision is None else c.mixed_precision.policy
         requested = Techniques(
@@ -411,7 +411,7 @@ class FullyShardTransform(DataTransform):
         )
         plan = averaging_plan(facts, device_mesh, policy, requested)
         pinned = c.offload is None or c.offload.pin_memory
-        own = callable(getattr(model, "fully_shard", None))
+        own = callable(getattr(facts.module, "fully_shard", None))
         if own:
             log.info("fully_shard: %s has a fully_shard of its own, which says what is sharded together", facts.kind)
             inside = [unit for unit in plan.units if unit.name and not unit.experts and unit.name not in facts.blocks]

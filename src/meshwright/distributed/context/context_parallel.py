@@ -121,42 +121,7 @@ def context_parallel_rows(model: nn.Module, batch: Mapping[str, Any]) -> Iterato
     if runtime is None:
         yield dict(batch)
         return
-    cut, own = _cut(inner, runtime, batch)
-    backward = _Backward(runtime, cut.rows)
-    hooks = [
-        inner.register_forward_pre_hook(without_cache, with_kwargs=True),
-        inner.register_forward_hook(backward.watch),
-    ]
-    runtime.enter(cut)
-    runtime.in_backward = None  # one that raised may have left it
-    try:
-        yield own
-    finally:
-        runtime.rows = None
-        for hook in hooks:
-            hook.remove()
-
-
-def warn_of_whole_rows(model: nn.Module) -> None:
-    """Warn once where a loop trains a model with context parallelism on whole rows: right, and nothing is shared."""
-    warned: list[bool] = []
-
-    def look(module: nn.Module, args: Any) -> None:
-        runtime = runtime_of(module)
-        if runtime is not None and runtime.rows is None and torch.is_grad_enabled() and not warned:
-            warned.append(True)
-            log.warning(
-                "rows are not cut: each of the %d ranks of the cp axis computes all tokens of every row. Put"
-                " context_parallel_rows(model, batch) around the forward.",
-                runtime.group.size,
-            )
-
-    model.register_forward_pre_hook(look)
-
-
-def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) -> tuple[CutBatch, dict[str, Any]]:
-    """Return this rank's tokens by our keys, and by the names of the model's arguments."""
-    signature, refusal, word, made = Signature.of(model), None, 0, CutBatch()
+    signature, refusal, word, made = Signature.of(inner), None, 0, CutBatch()
     spellings = {key: (signature.takes[key] or key, *others) for key, others in SPELLINGS.items()}
     names = {key: name for key, known in spellings.items() for name in known if name in batch}
     given: dict[str, Tensor] = {}
@@ -199,7 +164,36 @@ def _cut(model: nn.Module, runtime: ContextRuntime, batch: Mapping[str, Any]) ->
     own: dict[str, Any] = {key: value for key, value in batch.items() if key not in (*names.values(), PLACES)}
     for key, value in made.items():
         own[names.get(key) or signature.takes.get(key) or key] = value
-    return made, own
+    backward = _Backward(runtime, made.rows)
+    hooks = [
+        inner.register_forward_pre_hook(without_cache, with_kwargs=True),
+        inner.register_forward_hook(backward.watch),
+    ]
+    runtime.enter(made)
+    runtime.in_backward = None  # one that raised may have left it
+    try:
+        yield own
+    finally:
+        runtime.rows = None
+        for hook in hooks:
+            hook.remove()
+
+
+def warn_of_whole_rows(model: nn.Module) -> None:
+    """Warn once where a loop trains a model with context parallelism on whole rows: right, and nothing is shared."""
+    warned: list[bool] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        runtime = runtime_of(module)
+        if runtime is not None and runtime.rows is None and torch.is_grad_enabled() and not warned:
+            warned.append(True)
+            log.warning(
+                "rows are not cut: each of the %d ranks of the cp axis computes all tokens of every row. Put"
+                " context_parallel_rows(model, batch) around the forward.",
+                runtime.group.size,
+            )
+
+    model.register_forward_pre_hook(look)
 
 
 def without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

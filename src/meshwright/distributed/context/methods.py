@@ -145,7 +145,7 @@ def gather_tokens(x: Tensor, rows: CutRows, group: RankGroup) -> Tensor:
         whole = wide(gradient)
         parts = whole.new_zeros((len(whole), group.size, rows.most, whole.shape[1], whole.shape[3]))
         for rank, count in enumerate(rows.counts):
-            parts[:, rank, :count] = select(whole, rows.places_of(rank), 2).transpose(1, 2)
+            parts[:, rank, :count] = select(whole, rows.of_ranks[rank], 2).transpose(1, 2)
         mine = group.scatter(parts.flatten(1, 2))  # (rows, most, heads, features)
         return mine[:, : rows.counts[rows.rank]].transpose(1, 2).to(gradient.dtype)
 
@@ -179,7 +179,7 @@ class Gathered:
     @classmethod
     @by_values
     def of(cls, group: RankGroup, rows: CutRows) -> Gathered:
-        of_ranks = [rows.places_of(rank).contiguous() for rank in range(group.size)]
+        of_ranks = [rows.of_ranks[rank].contiguous() for rank in range(group.size)]
         others = [places for rank, places in enumerate(of_ranks) if rank != group.rank]
         places = torch.cat([of_ranks[0][:, :0], *others], dim=1).sort(dim=1).values
         return cls(group, rows, places, tuple(Numbers.of(torch.searchsorted(places, own)) for own in of_ranks))
@@ -242,7 +242,7 @@ class Halo:
         """Find who needs which tokens, from the reach of all tokens of ``count`` rows; no message is sent."""
         reach = KeyRanges(reach.lower.expand(count, -1), reach.upper.expand(count, -1))
         ranks, me, length = range(group.size), group.rank, rows.length
-        places = [rows.places_of(rank).expand(count, -1) for rank in ranks]
+        places = [rows.of_ranks[rank].expand(count, -1) for rank in ranks]
         needs = [_needed(reach.take(its), length) for its in places]
         flags = [[needs[taker].gather(1, places[giver]) & (taker != giver) for taker in ranks] for giver in ranks]
         tokens = torch.stack([torch.stack([flag.sum() for flag in of_giver]) for of_giver in flags]).tolist()
@@ -479,7 +479,7 @@ class Members:
     @classmethod
     @by_values
     def of(cls, group: RankGroup, rows: CutRows, first: int, count: int) -> Members:
-        of_members = [rows.places_of(rank) for rank in range(first, first + count)]
+        of_members = [rows.of_ranks[rank] for rank in range(first, first + count)]
         places = torch.cat(of_members, dim=1).sort(dim=1).values
         numbers = tuple(Numbers.of(torch.searchsorted(places, own.contiguous())) for own in of_members)
         return cls(group, first, count, rows, numbers, places)

@@ -164,8 +164,25 @@ class _Traded:
 
     def wrap(self) -> None:
         block, region = self.model.get_submodule(self.trade.block), self.trade.region
-        for layer in region.producers:
-            self._wrap_producer(block.get_submodule(layer), self.trade.cut_of(layer))
+
+        def wrap_producer(layer: nn.Module, parts: Sequence[FusedPart]) -> None:
+            to_layer = layer.forward
+
+            def own_tokens_forward(x: Tensor) -> Tensor:
+                if self.own is None:
+                    return to_layer(x)
+                made, own = self.own
+                if x is not made:
+                    raise UnsupportedError(
+                        f"{self.planned.mixer.path} changes its input before its first layers, as it did not when it"
+                        f" was measured. Set layout.cp = 1"
+                    )
+                return self._traded(to_layer(own), parts, to_heads=True)
+
+            wrap(layer, own_tokens_forward, "gives whole rows of its heads")
+
+        for path in region.producers:
+            wrap_producer(block.get_submodule(path), self.trade.cut_of(path))
         consumer, parts = block.get_submodule(region.consumer), self.trade.cut_of(region.consumer)
         to_consumer = consumer.forward
 
@@ -227,22 +244,6 @@ class _Traded:
             shared[each.key] = share_of(whole, replace(each, by_row=outer > 1), outer, group.rank, group.size)
         args, kwargs = with_arguments(args, kwargs, shared)
         return args, kwargs, (made, own)
-
-    def _wrap_producer(self, layer: nn.Module, parts: Sequence[FusedPart]) -> None:
-        forward = layer.forward
-
-        def own_tokens_forward(x: Tensor) -> Tensor:
-            if self.own is None:
-                return forward(x)
-            made, own = self.own
-            if x is not made:
-                raise UnsupportedError(
-                    f"{self.planned.mixer.path} changes its input before its first layers, as it did not when it"
-                    f" was measured. Set layout.cp = 1"
-                )
-            return self._traded(forward(own), parts, to_heads=True)
-
-        wrap(layer, own_tokens_forward, "gives whole rows of its heads")
 
     def _traded(self, x: Tensor, parts: Sequence[FusedPart], *, to_heads: bool) -> Tensor:
         """(rows, own tokens, features) -> (rows, length, this rank's share of the features), or back.

@@ -123,16 +123,12 @@ class CutRows:
     @property
     def own(self) -> Tensor:
         """(rows or 1, own tokens) int64: the places of this rank's tokens, ascending."""
-        return self.places_of(self.rank)
-
-    def places_of(self, rank: int) -> Tensor:
-        """(rows or 1, tokens) int64: the places of one rank's tokens, ascending."""
-        return self.of_ranks[rank]
+        return self.of_ranks[self.rank]
 
     @cached_property
     @by_values
     def of_ranks(self) -> tuple[Tensor, ...]:
-        """The places of each rank's tokens."""
+        """(rows or 1, tokens) int64 for each rank: the places of its tokens, ascending."""
         return tuple(self.places[rank, :, :count] for rank, count in enumerate(self.counts))
 
     @cached_property
@@ -341,36 +337,35 @@ class Reaches:
 
     def of(self, mask: RowMask, rows: CutRows, count: int, device: torch.device = CPU) -> KeyRanges | None:
         """Return the reach of all tokens of ``count`` rows, by places; None where a query's keys are no interval."""
-        if mask not in rows.memo:
-            find = partial(self._of, count=count, device=device, is_known=mask.is_known)
-            rows.memo[mask] = by_values(mask.reach)(rows.length, find)
-        return rows.memo[mask]
+        if mask in rows.memo:
+            return rows.memo[mask]
 
-    def _of(
-        self, function: MaskFunction, length: int, *, count: int, device: torch.device, is_known: bool
-    ) -> KeyRanges | None:
-        code = fingerprint(function)
-        key = (code, length, count)
-        if code is not None and key in self._known:
-            return self._known[key]
-        if is_accelerator(device):  # ask the mask on the host, unless it reaches tensors on the device by other names
-            brought = replaced(function, lambda held: held.cpu() if is_accelerator(held.device) else held)
-            first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-            with suppress(RuntimeError):  # tensors of two devices
-                if brought(first, first[0, 0, 0, 0], first, first).device == CPU:
-                    function, device = brought, CPU
-        found = search(function, length, count, device)
-        if not is_known:
-            mine = torch.arange(self._group.rank, length, self._group.size, device=device)[None]
-            is_right = found is not None and is_reach(function, found, mine, length, count)
-            wrong = torch.tensor([not is_right], dtype=torch.int64, device=agree.word_device())
-            with not_counted():
-                found = None if bool(self._group.largest(wrong)) else found
-        if found is not None:
-            found = KeyRanges(found.lower.cpu(), found.upper.cpu())
-        if code is not None:
-            self._known[key] = found
-        return found
+        def find(function: MaskFunction, length: int) -> KeyRanges | None:
+            code, where = fingerprint(function), device
+            key = (code, length, count)
+            if code is not None and key in self._known:
+                return self._known[key]
+            if is_accelerator(where):  # ask the mask on the host, unless it reaches tensors on the device otherwise
+                brought = replaced(function, lambda held: held.cpu() if is_accelerator(held.device) else held)
+                first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+                with suppress(RuntimeError):  # tensors of two devices
+                    if brought(first, first[0, 0, 0, 0], first, first).device == CPU:
+                        function, where = brought, CPU
+            found = search(function, length, count, where)
+            if not mask.is_known:
+                mine = torch.arange(self._group.rank, length, self._group.size, device=where)[None]
+                is_right = found is not None and is_reach(function, found, mine, length, count)
+                wrong = torch.tensor([not is_right], dtype=torch.int64, device=agree.word_device())
+                with not_counted():
+                    found = None if bool(self._group.largest(wrong)) else found
+            if found is not None:
+                found = KeyRanges(found.lower.cpu(), found.upper.cpu())
+            if code is not None:
+                self._known[key] = found
+            return found
+
+        rows.memo[mask] = by_values(mask.reach)(rows.length, find)
+        return rows.memo[mask]
 
 
 @by_values
@@ -468,13 +463,19 @@ class PairArguments:
     @by_values
     def enter(self, model: nn.Module, rows: CutRows, device: torch.device) -> None:
         """Compute the arguments of these rows, unless the last ones were alike."""
+
+        def are_alike(one: Any, other: Any) -> bool:
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
+                return torch.equal(one, other)
+            return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
+
         brought = {"positions": rows.positions, "document_ids": rows.documents, MASK: rows.padding}
         names = {clean(name): buffer for name, buffer in model.named_buffers()}
         buffers = {name: names[clean(name)] for name, _ in self.copy.named_buffers() if clean(name) in names}
         written = tuple((id(buffer), version_of(buffer)) for buffer in buffers.values())
         shape, attributes = (rows.count, rows.length), plain_attributes(model)
         of = (model.training, shape, device, written, attributes, *brought.values())
-        if self.last is None or not all(map(_alike, of, self.last.of)):
+        if self.last is None or not all(map(are_alike, of, self.last.of)):
             # the copy gets the mode and the attributes that the model has now
             self.copy.train(model.training)
             modules = {clean(path): module for path, module in self.copy.named_modules()}
@@ -522,12 +523,6 @@ class PairArguments:
             f"{path} computes whole rows, and what it is given for pairs of tokens ({key}) depends on weights, or on"
             f" buffers that are not at hand. Set layout.cp = 1, or layout.pp = 1."
         )
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:

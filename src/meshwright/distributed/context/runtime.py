@@ -16,7 +16,7 @@ from meshwright.core.devices import is_accelerator, to_device
 from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.core.names import clean, pattern
 from meshwright.core.record import remember, wrap
-from meshwright.core.torch_private import by_values, has_no_values, tensors_by_path, version_of
+from meshwright.core.torch_private import by_values, has_no_values, tensors_by_path, uncompiled, version_of
 from meshwright.distributed.exchange import RankGroup
 from meshwright.distributed.process import agree
 from meshwright.distributed.process.agree import Verdicts
@@ -93,9 +93,6 @@ class ContextRuntime:
         self.in_backward: CutRows | None = None
         self.pairs = pairs
         self._reaches = Reaches(group)
-        # rows change with each microbatch, and a graph would hold on to those of the first
-        outside_of_graphs: Any = torch.compiler.disable
-        self.attend: Callable[[AttentionCall, Caller | None], Tensor] = outside_of_graphs(self._attend)
         self.verdicts = Verdicts()
         self._masks_made = 0
         self._compared: dict[Any, bool] = {}
@@ -177,7 +174,8 @@ class ContextRuntime:
                 mask = RowMask(function, rows.positions, rows.segments)
         return TokenMask(function, mask, lambda **given: self.attend(sdpa_call(given), None))
 
-    def _attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
+    @uncompiled  # rows change with each microbatch, and a graph would hold on to those of the first
+    def attend(self, call: AttentionCall, caller: Caller | None) -> Tensor:
         rows = self.rows
         if rows is None:
             return call.as_given()

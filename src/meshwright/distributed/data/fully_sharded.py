@@ -417,7 +417,7 @@ class GradientCheck:
     """
 
     def __init__(self, model: nn.Module, groups: list[dist.ProcessGroup]):
-        self.model, self.groups, self._waits = model, groups, False
+        self.groups, self._waits = groups, False
         model.register_forward_hook(self._begin)
 
     def _begin(self, model: nn.Module, inputs: tuple, output: Any) -> None:
@@ -433,25 +433,26 @@ class GradientCheck:
                 " tensor is found whose backward could be waited for. Return logits (or an object with .logits), or set"
                 " it to False."
             )
+
+        def check() -> None:
+            self._waits = False
+            if not all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(model)):
+                return  # of a microbatch, whose gradients are not summed over all data ranks yet
+            named = [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
+            none = torch.zeros((), device=named[0][1].device)
+            gradients = [none if p.grad is None else local_part(p.grad) for _, p in named]
+            words = agree.total(torch.stack([(~each.isfinite().all()).long() for each in gradients]), self.groups)
+            if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
+                more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+                raise NonFiniteError(
+                    f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The"
+                    f" optimizer has not stepped."
+                )
+
+        def wait_for_the_end(gradient: Tensor) -> None:
+            if not self._waits:
+                self._waits = True
+                call_behind_backward(check)
+
         for tensor in tensors.values():
-            tensor.register_hook(self._wait_for_the_end)
-
-    def _wait_for_the_end(self, gradient: Tensor) -> None:
-        if not self._waits:
-            self._waits = True
-            call_behind_backward(self._check)
-
-    def _check(self) -> None:
-        self._waits = False
-        if not all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(self.model)):
-            return  # of a microbatch, whose gradients are not summed over all data ranks yet
-        named = [(clean(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
-        none = torch.zeros((), device=named[0][1].device)
-        gradients = [none if p.grad is None else local_part(p.grad) for _, p in named]
-        words = agree.total(torch.stack([(~each.isfinite().all()).long() for each in gradients]), self.groups)
-        if wrong := [name for (name, _), count in zip(named, words.tolist(), strict=True) if count]:
-            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            raise NonFiniteError(
-                f"check_for_nan_in_grad: the gradient of {', '.join(wrong[:4])}{more} is NaN or infinite. The"
-                f" optimizer has not stepped."
-            )
+            tensor.register_hook(wait_for_the_end)

@@ -111,7 +111,7 @@ class DeclaredLosses:
 
     def __call__(self, output: Any, batch: Batch) -> Tensor:
         """Return a microbatch's share of the sum of the step's means, in at least float32."""
-        shares, self.is_bare = [], not _has_graph(output)
+        shares, self.is_bare = [], not _gradable(output)
         for name, loss in self.losses.items():
             share = self._sum(name, output, batch) * (loss.weight / self.counts[name])
             known = self.totals.get(name)
@@ -126,7 +126,20 @@ class DeclaredLosses:
             self.latest[name] = torch.zeros(())
             return nothing_of(output) if torch.is_grad_enabled() else torch.zeros((), dtype=torch.float64)
         spelt = self.spelt(batch)
-        value = _own_loss(output) if loss.fn is None else loss.fn(output, spelt)
+        if loss.fn is not None:
+            value = loss.fn(output, spelt)
+        else:  # the output itself, its loss, or the first of a tuple
+            value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if isinstance(output, Tensor):
+                value = output
+            elif isinstance(output, (tuple, list)) and value is None and output:
+                value = output[0]
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ConfigError(
+                    f"Loss() without a function takes the loss that the model returns (a 0-dim tensor, under the name"
+                    f" loss, or first in a tuple), and the forward returned {_words(output)}: give the batch the labels"
+                    f" that the forward computes its loss with, or give Loss a function (output, batch)"
+                )
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"{self._named(name)} returned {_words(value)}; it must return one number, a 0-dim tensor, whose count"
@@ -169,18 +182,14 @@ class DeclaredObjective:
 
 def nothing_of(output: Any) -> Tensor:
     """Return 0 from the graph of an output: other ranks wait in a backward."""
-    if not _has_graph(output):
+    if not (leaves := _gradable(output)):
         raise UnsupportedError(BARE)
-    return torch.stack([leaf.sum() * 0.0 for leaf in tensors_of(output) if _is_gradable(leaf)]).sum()
+    return torch.stack([leaf.sum() * 0.0 for leaf in leaves]).sum()
 
 
-def _has_graph(output: Any) -> bool:
-    return any(_is_gradable(leaf) for leaf in tensors_of(output))
-
-
-def _is_gradable(leaf: Tensor) -> bool:
-    """Return whether a tensor holds values of rows that a backward can start from; a loss of its own may be 0 / 0."""
-    return leaf.is_floating_point() and leaf.dim() > 0
+def _gradable(output: Any) -> list[Tensor]:
+    """List the tensors with values of rows that a backward can start from; a loss of its own may be 0 / 0."""
+    return [leaf for leaf in tensors_of(output) if leaf.is_floating_point() and leaf.dim() > 0]
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -192,22 +201,6 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf):
             yield from tensors_of(leaf)
-
-
-def _own_loss(output: Any) -> Tensor:
-    """Return the loss in a model's output: the output itself, its ``loss``, or the first of a tuple."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(output, Tensor):
-        found = output
-    elif isinstance(output, (tuple, list)) and found is None and output:
-        found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found
-    raise ConfigError(
-        f"Loss() without a function takes the loss that the model returns (a 0-dim tensor, under the name loss, or"
-        f" first in a tuple), and the forward returned {_words(output)}: give the batch the labels that the forward"
-        f" computes its loss with, or give Loss a function (output, batch)"
-    )
 
 
 def _words(value: Any) -> str:

@@ -58,102 +58,97 @@ class Reading:
     labels: float
 
 
-class FirstBatch:
-    """A check of losses (None: a sum over labels) on a first microbatch, without gradients, in evaluation mode."""
+def problem_of(runner: Runner, losses: DeclaredLosses | None, plan: Plan, pieces: Sequence[Batch]) -> Exception | None:
+    """Check losses (None: a sum over labels) on a first microbatch, without gradients, in evaluation mode.
 
-    def __init__(self, runner: Runner, losses: DeclaredLosses | None, plan: Plan):
-        self._runner, self._losses = runner, losses
-        narrow = dtype_bytes(plan.precision.compute) < 4 or plan.float8 is not None
-        self.tolerance = CLOSE_16 if narrow else CLOSE_ON_DEVICE if is_accelerator(plan.device) else CLOSE
-        self._draws_stay = not plan.compiled  # a mode would have to look into compiled code
-
-    def problem(self, pieces: Sequence[Batch]) -> Exception | None:
-        """Return why a declaration does not hold; None also on a rank that does not compute the loss.
-
-        Each rank runs three forwards, whatever its rows: others may wait for its messages.
-        """
-        piece, losses = pieces[0], self._losses
-        if len(_tokens(piece)) < 2:
-            twice = {key: torch.cat((value, value)) for key, value in piece.items()}
-            piece = piece.of(twice, [0, 0]) if isinstance(piece, CutBatch) else twice
-        whole, number, labels = piece, len(_tokens(piece)), piece.get("labels")
-        counted = losses is None or any(losses.counts_labels(name, piece) for name in losses.losses)
-        if counted and labels is not None and labels.dim() > 1 and not labels.is_floating_point():
-            # each row keeps a few labels with a loss, and the two parts other numbers of them
-            thin = torch.full_like(labels, IGNORED).flatten(1)
-            for row, flat in enumerate(labels.flatten(1)):
-                real = (flat != IGNORED).nonzero().flatten()
-                kept = real[:FIRST] if row == 0 else real[-LAST:]
-                thin[row, kept] = flat[kept]
-            whole = step_batch.with_value(piece, "labels", thin.view_as(labels))
-        parts: list[Batch] = [rows_of(whole, 0, 1), rows_of(whole, 1, number)]
-        if isinstance(whole, CutBatch):
-            parts = [whole.of(part, chosen) for part, chosen in zip(parts, ([0], [*range(1, number)]), strict=True)]
-        readings: list[dict[str, Reading]] = []
-        problem: Exception | None = None
-        for batch in (whole, *parts):
-            try:
-                if losses is not None:
-                    losses.latest = {}
-                # a loss may take gradients of what the model is given
-                grads = torch.set_grad_enabled(any(value.requires_grad for value in batch.values()))
-                with grads, seeded(0), FixedDraws() if self._draws_stay else nullcontext():
-                    total = float(self._runner.evaluate([_copied(batch)]).detach())
-                labels, rows = batch.get("labels"), float(len(_tokens(batch)))
-                real = math.nan if labels is None else float((labels != IGNORED).sum())
-                if losses is None:
-                    readings.append({PLAIN: Reading(total, step_batch.count([batch]), rows, real)})
-                    continue
-                values = {name: (float(value), losses.count(name, batch)) for name, value in losses.latest.items()}
-                readings.append({name: Reading(*value, rows, real) for name, value in values.items()})
-            except Exception as error:  # noqa: BLE001  (raised on all ranks, behind the forwards that they wait for)
-                problem = problem or error
-        if losses is not None:
-            losses.totals = {}
-            try:
-                losses.refuse_without_graph(pieces)
-            except ConfigError as error:
-                problem = problem or error
-        if problem is not None:
-            return problem
-        together, *apart = readings
-        found = (self._verdict(name, together[name], [part[name] for part in apart]) for name in together)
-        return next((ConfigError(text) for text in found if text), None)
-
-    def _verdict(self, name: str, whole: Reading, parts: list[Reading]) -> str:
-        """Return what is wrong with a loss; "" if nothing is, or no number is finite to judge by."""
-        loss = None if self._losses is None else self._losses.losses[name]
-        is_mean = loss is not None and loss.reduction == "mean"
-        where = PLAIN if name in (PLAIN, "loss") else f"loss_fn['{name}']"
-
-        def adds_up(over: Callable[[Reading], float]) -> bool:
-            def summed(one: Reading) -> float:
-                return one.value * over(one) if over(one) else 0.0
-
-            apart, together = [summed(part) for part in parts], summed(whole)
-            size = max(sum(map(abs, apart)), abs(together))
-            return abs(sum(apart) - together) <= self.tolerance * size  # never, if a count is not known
-
-        laws: Mapping[str, Callable[[Reading], float]] = {
-            "a sum": lambda one: 1.0,
-            "a mean over its count": lambda one: one.count,
-            "a mean over rows": lambda one: one.rows,
-            "a mean over the labels that are not -100": lambda one: one.labels,
-        }
-        said = "a mean over its count" if is_mean else "a sum"
-        if not all(math.isfinite(one.value) for one in (whole, *parts)) or adds_up(laws[said]):
-            return ""
-        seen = [f"{one.value:.5g} for {one.rows:.0f} rows (count {one.count:g})" for one in (*parts, whole)]
-        values = f"{where} gives {seen[0]}, {seen[1]}, and together {seen[2]}"
-        is_so = next((law for law, over in laws.items() if law != said and adds_up(over)), "")
-        is_what = f"it is {is_so}, not {said}" if is_so else f"it is not {said}"
-        return f"{values}: {is_what}. {CHANGES[is_so]}."
+    Each rank runs three forwards, whatever its rows: others may wait for its messages. Returns why a declaration does
+    not hold; None also on a rank that does not compute the loss.
+    """
+    piece = pieces[0]
+    if len(_tokens(piece)) < 2:
+        twice = {key: torch.cat((value, value)) for key, value in piece.items()}
+        piece = piece.of(twice, [0, 0]) if isinstance(piece, CutBatch) else twice
+    whole, number, labels = piece, len(_tokens(piece)), piece.get("labels")
+    counted = losses is None or any(losses.counts_labels(name, piece) for name in losses.losses)
+    if counted and labels is not None and labels.dim() > 1 and not labels.is_floating_point():
+        # each row keeps a few labels with a loss, and the two parts other numbers of them
+        thin = torch.full_like(labels, IGNORED).flatten(1)
+        for row, flat in enumerate(labels.flatten(1)):
+            real = (flat != IGNORED).nonzero().flatten()
+            kept = real[:FIRST] if row == 0 else real[-LAST:]
+            thin[row, kept] = flat[kept]
+        whole = step_batch.with_value(piece, "labels", thin.view_as(labels))
+    parts: list[Batch] = [rows_of(whole, 0, 1), rows_of(whole, 1, number)]
+    if isinstance(whole, CutBatch):
+        parts = [whole.of(part, chosen) for part, chosen in zip(parts, ([0], [*range(1, number)]), strict=True)]
+    readings: list[dict[str, Reading]] = []
+    problem: Exception | None = None
+    for batch in (whole, *parts):
+        try:
+            if losses is not None:
+                losses.latest = {}
+            # a loss may take gradients of what the model is given
+            grads = torch.set_grad_enabled(any(value.requires_grad for value in batch.values()))
+            draws = nullcontext() if plan.compiled else FixedDraws()  # a mode would have to look into compiled code
+            with grads, seeded(0), draws:
+                # a copy: a forward or a loss may write into what it is given
+                copied: Batch = {key: value.clone() for key, value in batch.items()}
+                copied = batch.of(copied, [*range(len(_tokens(batch)))]) if isinstance(batch, CutBatch) else copied
+                total = float(runner.evaluate([copied]).detach())
+            labels, rows = batch.get("labels"), float(len(_tokens(batch)))
+            real = math.nan if labels is None else float((labels != IGNORED).sum())
+            if losses is None:
+                readings.append({PLAIN: Reading(total, step_batch.count([batch]), rows, real)})
+                continue
+            values = {name: (float(value), losses.count(name, batch)) for name, value in losses.latest.items()}
+            readings.append({name: Reading(*value, rows, real) for name, value in values.items()})
+        except Exception as error:  # noqa: BLE001  (raised on all ranks, behind the forwards that they wait for)
+            problem = problem or error
+    if losses is not None:
+        losses.totals = {}
+        try:
+            losses.refuse_without_graph(pieces)
+        except ConfigError as error:
+            problem = problem or error
+    if problem is not None:
+        return problem
+    together, *apart = readings
+    narrow = dtype_bytes(plan.precision.compute) < 4 or plan.float8 is not None
+    close = CLOSE_16 if narrow else CLOSE_ON_DEVICE if is_accelerator(plan.device) else CLOSE
+    means = set() if losses is None else {name for name, loss in losses.losses.items() if loss.reduction == "mean"}
+    found = (
+        _verdict(name, together[name], [part[name] for part in apart], close, is_mean=name in means)
+        for name in together
+    )
+    return next((ConfigError(text) for text in found if text), None)
 
 
-def _copied(batch: Batch) -> Batch:
-    """Copy a batch: a forward or a loss may write into what it is given."""
-    copies = {key: value.clone() for key, value in batch.items()}
-    return batch.of(copies, [*range(len(_tokens(batch)))]) if isinstance(batch, CutBatch) else copies
+def _verdict(name: str, whole: Reading, parts: list[Reading], close: float, *, is_mean: bool) -> str:
+    """Return what is wrong with a loss; "" if nothing is, or no number is finite to judge by."""
+    where = PLAIN if name in (PLAIN, "loss") else f"loss_fn['{name}']"
+
+    def adds_up(over: Callable[[Reading], float]) -> bool:
+        def summed(one: Reading) -> float:
+            return one.value * over(one) if over(one) else 0.0
+
+        apart, together = [summed(part) for part in parts], summed(whole)
+        size = max(sum(map(abs, apart)), abs(together))
+        return abs(sum(apart) - together) <= close * size  # never, if a count is not known
+
+    laws: Mapping[str, Callable[[Reading], float]] = {
+        "a sum": lambda one: 1.0,
+        "a mean over its count": lambda one: one.count,
+        "a mean over rows": lambda one: one.rows,
+        "a mean over the labels that are not -100": lambda one: one.labels,
+    }
+    said = "a mean over its count" if is_mean else "a sum"
+    if not all(math.isfinite(one.value) for one in (whole, *parts)) or adds_up(laws[said]):
+        return ""
+    seen = [f"{one.value:.5g} for {one.rows:.0f} rows (count {one.count:g})" for one in (*parts, whole)]
+    values = f"{where} gives {seen[0]}, {seen[1]}, and together {seen[2]}"
+    is_so = next((law for law, over in laws.items() if law != said and adds_up(over)), "")
+    is_what = f"it is {is_so}, not {said}" if is_so else f"it is not {said}"
+    return f"{values}: {is_what}. {CHANGES[is_so]}."
 
 
 def _tokens(batch: Batch) -> torch.Tensor:

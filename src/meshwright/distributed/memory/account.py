@@ -81,10 +81,11 @@ class MemoryAccount(TorchDispatchMode):
         self._parameters = [p for model in models for p in model.parameters()]
         self._buffers = [buffer for model in models for buffer in model.buffers()]
         self._groups = [group for model in models for group in parameter_groups(model)]
+        self._sharded = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._gradient_buckets = [
             buckets for model in models if (buckets := recall(model, GradientBuckets)) is not None
         ]
-        self._shards = addresses(parameter.sharded_param for parameter in self._sharded())
+        self._shards = addresses(parameter.sharded_param for parameter in self._sharded)
         widths = {p.shape[-1] for p in self._parameters if p.dim()}
         self._vocabulary = set(vocabulary) - widths
         self._storages: Storages[MemoryUse] = Storages()
@@ -147,15 +148,35 @@ class MemoryAccount(TorchDispatchMode):
 
     def look(self) -> None:
         """Look up which live storages are gradients and gathered parameters, and compare each kind with its maximum."""
-        gathered = [storage_of(tensor) for tensor in self._of_gathered()]
-        owned = {id(storage) for storage in gathered}
+        tensors: list[Tensor] = []  # gathered parameters, and the buffers of running all-gathers
+        for group in self._groups:
+            if not group.is_unsharded and (buffer := arriving(group)) is not None:
+                tensors.append(buffer)
+            if any(storage_of(output).nbytes() for output in group.fsdp_params[0].all_gather_outputs):
+                for parameter in group.fsdp_params:
+                    tensors += parameter.all_gather_outputs
+                    if (whole := gathered(parameter)) is not None:
+                        tensors.append(whole)
+        storages = [storage_of(tensor) for tensor in tensors]
+        owned = {id(storage) for storage in storages}
         for address in self._gathered - owned:  # a gathered buffer that has been read, and waits to be freed
             self._storages.change(address, MemoryUse.PARAMETERS, MemoryUse.COMMUNICATION)
         self._gathered = owned
-        for storage, held in self._of_gradients():
+        gradients: list[tuple[torch.UntypedStorage, MemoryUse]] = []
+        for number, parameter in enumerate(self._parameters):
+            if (gradient := parameter.grad) is None:
+                self._known.pop(number, None)
+            elif (known := self._known.get(number)) is None or known[0] is not gradient:
+                self._known[number] = gradient, storage_of(gradient)
+                gradients.append((self._known[number][1], self._place(MemoryUse.GRADIENTS)))
+        for parameter in self._sharded:
+            whole = gathered(parameter)
+            found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
+            gradients += [(storage_of(gradient), MemoryUse.GRADIENTS) for gradient in found if gradient is not None]
+        for storage, held in gradients:
             if id(storage) not in owned:
                 self._storages.follow(storage, held)
-        for storage in gathered:
+        for storage in storages:
             self._storages.follow(storage, MemoryUse.PARAMETERS)
         self.most |= self._storages.bytes
         self._take_peak(also_equal=True)
@@ -177,33 +198,8 @@ class MemoryAccount(TorchDispatchMode):
                 self._storages.follow(storage, MemoryUse.GRADIENTS)
                 self._resting[id(storage)] = storage
 
-    def _of_gathered(self) -> Iterator[Tensor]:
-        for group in self._groups:
-            if not group.is_unsharded and (buffer := arriving(group)) is not None:
-                yield buffer
-            if any(storage_of(output).nbytes() for output in group.fsdp_params[0].all_gather_outputs):
-                for parameter in group.fsdp_params:
-                    yield from parameter.all_gather_outputs
-                    if (whole := gathered(parameter)) is not None:
-                        yield whole
-
     def _place(self, held: MemoryUse) -> MemoryUse:
         return MemoryUse.HOST if held in self._in_host else held
-
-    def _of_gradients(self) -> Iterator[tuple[torch.UntypedStorage, MemoryUse]]:
-        for number, parameter in enumerate(self._parameters):
-            if (gradient := parameter.grad) is None:
-                self._known.pop(number, None)
-            elif (known := self._known.get(number)) is None or known[0] is not gradient:
-                self._known[number] = gradient, storage_of(gradient)
-                yield self._known[number][1], self._place(MemoryUse.GRADIENTS)
-        for parameter in self._sharded():
-            whole = gathered(parameter)
-            found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad
-            yield from ((storage_of(gradient), MemoryUse.GRADIENTS) for gradient in found if gradient is not None)
-
-    def _sharded(self) -> Iterator[Any]:
-        return (parameter for group in self._groups for parameter in group.fsdp_params)
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the state of an optimizer that has taken a step."""

@@ -531,11 +531,23 @@ class _BlockSaves:
         def attend(step: int) -> None:
             self._attends += step
 
+        def save(tensor: Tensor) -> Tensor:
+            storage = storage_of(tensor)
+            key = id(storage)
+            if self._block and key not in self._parameters and key not in self._known:
+                self._known[key] = storage
+                has_pairs = tensor.dim() > 3 and tensor.shape[-2:] == (self.seq_len, self.seq_len)
+                if has_pairs and key in self._inputs:
+                    self.given[self._block] += storage.nbytes()
+                else:
+                    self._saved.append((ref(storage), self._attends > 0, has_pairs))
+            return tensor
+
         blocks, attentions = (
             [(path, self.model.get_submodule(path)) for path in paths] for paths in (facts.blocks, facts.attentions)
         )
         attending = watching(attentions, lambda *_: attend(1), lambda *_: attend(-1))
-        saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved)
+        saving = torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
         with watching(blocks, self._enter, leave), attending, saving:
             yield
 
@@ -548,15 +560,3 @@ class _BlockSaves:
         self._block, self._parameters, self._inputs = path, addresses(module.parameters()), addresses(inputs)
         self._entered = (path, ref(first := storage_of(inputs[0])), first.nbytes()) if inputs else None
         self.kept[path] -= self.live.bytes()
-
-    def _save(self, tensor: Tensor) -> Tensor:
-        storage = storage_of(tensor)
-        key = id(storage)
-        if self._block and key not in self._parameters and key not in self._known:
-            self._known[key] = storage
-            has_pairs = tensor.dim() > 3 and tensor.shape[-2:] == (self.seq_len, self.seq_len)
-            if has_pairs and key in self._inputs:
-                self.given[self._block] += storage.nbytes()
-            else:
-                self._saved.append((ref(storage), self._attends > 0, has_pairs))
-        return tensor

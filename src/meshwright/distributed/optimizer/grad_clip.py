@@ -220,7 +220,25 @@ def clip_grad_norm_(
         plan, over = pipeline
         counted = counted_once(model.parts, plan)  # type: ignore[arg-type]
         return clip_gradients_(model.parameters(), max_norm, foreach, over=over, counted=counted)
-    return clip_gradients_(model.parameters(), max_norm, foreach, over=_ranks_of_stages(model, device_mesh))
+    stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
+    if not stages or stages[0].num_stages == 1:
+        return clip_gradients_(model.parameters(), max_norm, foreach)
+    group = stages[0].pipeline_group  # the ranks that have the other stages
+    if group is None:
+        if not (groups := groups_of(device_mesh, Axis.PP)):
+            raise ConfigError(
+                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know"
+                f" which ranks have the"
+                f" others: give the stage to build_pipeline_stage first, or say device_mesh= (with a pp axis)"
+            )
+        (group,) = groups
+    each = stages[0].num_stages // group.size()
+    if len(stages) != each:
+        raise ConfigError(
+            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}:"
+            f" give all of this rank's at once, nn.ModuleList([...]), since the norm is one"
+        )
+    return clip_gradients_(model.parameters(), max_norm, foreach, over=[group])
 
 
 def clip_gradients_(
@@ -281,26 +299,3 @@ def _watch_norms() -> None:
         return whole(tensors, *args, **kwargs)
 
     torch.nn.utils.clip_grad._get_total_norm = torch.nn.utils.get_total_norm = norm  # type: ignore[assignment]
-
-
-def _ranks_of_stages(model: nn.Module, device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return the group whose ranks have the other stages of a pipeline; none if the model is no stage."""
-    stages = [module for module in model.modules() if isinstance(module, PipelineStageModule)]
-    if not stages or stages[0].num_stages == 1:
-        return []
-    group = stages[0].pipeline_group
-    if group is None:
-        if not (groups := groups_of(device_mesh, Axis.PP)):
-            raise ConfigError(
-                f"this is stage {stages[0].stage_id} of {stages[0].num_stages}, and clip_grad_norm_ does not know"
-                f" which ranks have the"
-                f" others: give the stage to build_pipeline_stage first, or say device_mesh= (with a pp axis)"
-            )
-        (group,) = groups
-    each = stages[0].num_stages // group.size()
-    if len(stages) != each:
-        raise ConfigError(
-            f"this rank has {each} of the {stages[0].num_stages} stages, and clip_grad_norm_ was given {len(stages)}:"
-            f" give all of this rank's at once, nn.ModuleList([...]), since the norm is one"
-        )
-    return [group]

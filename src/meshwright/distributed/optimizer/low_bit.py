@@ -101,7 +101,7 @@ class TorchaoAdamW(torch.optim.Optimizer):
                 noise = self._noise(parameter, int(state["step"])) if self.stochastic else None
                 given = local, noise, local_part(parameter.grad).contiguous(), state["step"], *moments
                 with without_recompilation_limit():  # there are as many graphs as shapes
-                    _compiled()(*given, rate, *group["betas"], decay, eps)
+                    compiled_step()(*given, rate, *group["betas"], decay, eps)
         return loss
 
     def _noise(self, parameter: Tensor, step: int) -> Tensor:
@@ -109,14 +109,11 @@ class TorchaoAdamW(torch.optim.Optimizer):
         local = local_part(parameter.detach())
         noise = torch.empty(local.shape, dtype=torch.int32, device=local.device)
         for piece in pieces(with_local(parameter, noise) if isinstance(parameter, DTensor) else noise):
-            seed = self._seed_of(parameter, step, piece.offset)
+            seed = seed_of("stochastic rounding", self.seed, step, self._names[parameter], *piece.offset)  # type: ignore[index]
             generator, shape = torch.Generator(local.device).manual_seed(seed), piece.local.shape
             options: dict[str, Any] = {"dtype": torch.int32, "device": local.device, "generator": generator}
             piece.local.copy_(torch.randint(0, 1 << 16, shape, **options))
         return noise
-
-    def _seed_of(self, parameter: Tensor, step: int, offset: Sequence[int]) -> int:
-        return seed_of("stochastic rounding", self.seed, step, self._names[parameter], *offset)  # type: ignore[index]
 
     def new_moment(self, parameter: Tensor, key: str) -> Tensor:
         """Create zeros for a moment of a parameter, in its storage format."""
@@ -150,28 +147,28 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 @cache
-def _compiled() -> Callable[..., None]:
-    return torch.compile(_stepped, fullgraph=True, dynamic=False)
+def compiled_step() -> Callable[..., None]:
+    """Compile torchao's step of one parameter in place, without its random numbers, whose stream differs by rank."""
 
+    def stepped(
+        weight: Tensor,
+        noise: Tensor | None,
+        gradient: Tensor,
+        step: Tensor,
+        first: Tensor,
+        second: Tensor,
+        rate: Tensor,
+        beta1: float,
+        beta2: float,
+        decay: float,
+        eps: float,
+    ) -> None:
+        wide = weight if noise is None else weight.float()
+        step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
+        if noise is not None:
+            weight.copy_(rounded_by(wide, noise))
 
-def _stepped(
-    weight: Tensor,
-    noise: Tensor | None,
-    gradient: Tensor,
-    step: Tensor,
-    first: Tensor,
-    second: Tensor,
-    rate: Tensor,
-    beta1: float,
-    beta2: float,
-    decay: float,
-    eps: float,
-) -> None:
-    """Run torchao's step of one parameter in place, without its own random numbers, whose stream differs by rank."""
-    wide = weight if noise is None else weight.float()
-    step_of_adam(wide, gradient, step, (first, second), rate, (beta1, beta2, decay, eps))
-    if noise is not None:
-        weight.copy_(rounded_by(wide, noise))
+    return torch.compile(stepped, fullgraph=True, dynamic=False)
 
 
 def rounded_by(wide: Tensor, noise: Tensor) -> Tensor:
@@ -221,7 +218,21 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
 
     ``room``: bytes of state on the device at a time; a single parameter may have more.
     """
-    _check(optimizer)
+    kind = type(optimizer)
+    if kind not in (*OURS, LowBitStates) and (
+        not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED
+    ):
+        able = f"torch's own optimizers (but {', '.join(COUPLED)}) and {' and '.join(one.__name__ for one in OURS)}"
+        raise UnsupportedError(
+            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
+            f" {able}, and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
+        )
+    if optimizer_has_step_hooks(optimizer):
+        raise UnsupportedError(
+            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are"
+            " registered on this"
+            " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
+        )
     groups = optimizer.param_groups
     every = [group["params"] for group in groups]
     try:
@@ -242,24 +253,6 @@ def step(optimizer: torch.optim.Optimizer, device: torch.device, room: int = ROO
         for group, parameters in zip(groups, every, strict=True):
             group["params"] = parameters
     finish_stream(device)  # from now on host memory may be read
-
-
-def _check(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer)
-    if kind not in (*OURS, LowBitStates) and (
-        not kind.__module__.startswith("torch.optim.") or kind.__name__ in COUPLED
-    ):
-        able = f"torch's own optimizers (but {', '.join(COUPLED)}) and {' and '.join(one.__name__ for one in OURS)}"
-        raise UnsupportedError(
-            f"techniques.cpu_offload = optimizer steps some parameters after the others, which is known to be sound of"
-            f" {able}, and this is {kind.__module__}.{kind.__qualname__}. Use one of those, or leave it out."
-        )
-    if optimizer_has_step_hooks(optimizer):
-        raise UnsupportedError(
-            "techniques.cpu_offload = optimizer steps some parameters after the others, and the hooks that are"
-            " registered on this"
-            " optimizer's step would be called once for each portion. Call what they do around optimizer_step instead."
-        )
 
 
 def _put_back(state: dict[str, Any], rested: dict[str, Tensor], device: torch.device) -> None:

@@ -133,7 +133,15 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["use_muon"]:
-                stepped += [(*one, group) for one in zip(params, self._directions(params, group), strict=True)]
+                for p in params:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                means, decay = [local_part(self.state[p]["momentum_buffer"]) for p in params], group["momentum"]
+                gradients = [local_gradient(p) for p in params]
+                foreach_between_(means, gradients, 1 - decay)
+                found = foreach_between(gradients, means, decay) if group["nesterov"] else [m.clone() for m in means]
+                for p, new in zip(params, found, strict=True):
+                    stepped.append((p, with_local(p, new) if isinstance(p, DTensor) else new, group))
             elif params:
                 self._step_others(params, group)
         together: dict[tuple[DeviceMesh | None, torch.dtype], list[tuple[Tensor, int]]] = {}
@@ -150,20 +158,6 @@ class Muon(torch.optim.Optimizer):
             local.mul_(1 - rate * group["weight_decay"])
             local.add_(local_part(direction), alpha=-rate * RMS * math.sqrt(max(param.shape[-2:])))
         return loss
-
-    def _directions(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Move the means of gradients, and return new tensors to orthogonalise, placed as the parameters."""
-        for p in params:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        gradients, means = (
-            [local_gradient(p) for p in params],
-            [local_part(self.state[p]["momentum_buffer"]) for p in params],
-        )
-        decay = group["momentum"]
-        foreach_between_(means, gradients, 1 - decay)
-        found = foreach_between(gradients, means, decay) if group["nesterov"] else [mean.clone() for mean in means]
-        return [with_local(p, new) if isinstance(p, DTensor) else new for p, new in zip(params, found, strict=True)]
 
     def _step_others(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for p in params:

@@ -275,7 +275,19 @@ class Pipeline:
     # --- public methods
 
     def forward_backward(self, pieces: Sequence[Batch], weight: float, scale: float = 1.0) -> Tensor:
-        pieces, self._scale = self._filled(pieces), scale
+        number, self._scale = self.pipeline.legal(len(pieces)), scale
+        if number < len(pieces):
+            raise UnsupportedError(
+                f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}"
+            )
+        # microbatches without a loss, up to a number that the schedule accepts: a last short step stays exact
+        if self._is_declared:
+            blank: Any = Blank(pieces[-1])
+        else:
+            labels, tokens = pieces[-1]["labels"], pieces[-1]["tokens"]
+            blank = copy.copy(dict(pieces[-1]) if not isinstance(pieces[-1], dict) else pieces[-1])
+            blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(tokens, PADDING)}
+        pieces = [*pieces, *[blank] * (number - len(pieces))]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.spans, self.most_kept = [], 0
         self._to_come = dict.fromkeys(self.parts, len(pieces))
@@ -457,20 +469,6 @@ class Pipeline:
             schedule = forwards(ranks, microbatches) if is_forward else order(microbatches)
             self._programs[key] = programs(schedule)[self.rank]
         return self._programs[key]
-
-    def _filled(self, pieces: Sequence[Batch]) -> list[Batch]:
-        """Add microbatches without a loss, up to a number that the schedule accepts: a last short step stays exact."""
-        number = self.pipeline.legal(len(pieces))
-        if number < len(pieces):
-            raise UnsupportedError(
-                f"the schedule {self.pipeline.schedule} is for {number} microbatches, and the step has {len(pieces)}"
-            )
-        if self._is_declared:
-            return [*pieces, *[Blank(pieces[-1])] * (number - len(pieces))]
-        labels, tokens = pieces[-1]["labels"], pieces[-1]["tokens"]
-        blank = copy.copy(dict(pieces[-1]) if not isinstance(pieces[-1], dict) else pieces[-1])
-        blank |= {"labels": torch.full_like(labels, IGNORED), "document_ids": torch.full_like(tokens, PADDING)}
-        return [*pieces, *[blank] * (number - len(pieces))]
 
     def _boundary(self, piece: Batch) -> tuple[int, int, int]:
         """Return (rows, this rank's tokens, features) of the tensor between stages."""

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +113,8 @@ class WorkerPool:
             process = self._context.Process(
                 target=_serve, args=(there, rank, self.threads, self.folder), daemon=True, name=f"meshwright-rank{rank}"
             )
-            with _not_from_the_current_folder():
+            # keeps the fork server (python -c) from importing out of the current folder, which is not trusted
+            with with_variables({"PYTHONSAFEPATH": "1"}):
                 process.start()
             there.close()
             self._processes.append(process)
@@ -301,11 +302,6 @@ def is_broken_collective(error: BaseException) -> bool:
     words = str(error).lower()
     names_transport = any(word in words for word in ("gloo", "connection", "nccl", "timed out"))
     return isinstance(error, RuntimeError) and not isinstance(error, MeshwrightError) and names_transport
-
-
-def _not_from_the_current_folder() -> AbstractContextManager[None]:
-    """Keep the fork server (``python -c``) from importing out of the current folder, which is not trusted."""
-    return with_variables({"PYTHONSAFEPATH": "1"})
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from meshwright.introspection.signature import KEEPING, logits_of, with_logits
 
 from . import functions
 from .functions import Branch
-from .layers import LossRequest, LossSite, Runtime, local
+from .layers import LossRequest, LossSite, Runtime, weight_and_bias
 from .loss import VocabularyShard, head_loss_sum, vocabulary_parallel_cross_entropy_sum
 
 PLAIN_LAYER = (Branch((PLAIN,)),)
@@ -79,7 +79,7 @@ def vocabulary_embedding(module: nn.Module, runtime: Runtime, rows: int, *, is_h
             if size:
                 found = forward((tokens - first).masked_fill(elsewhere, 0))
             else:
-                weight, _ = _held(module)
+                weight, _ = weight_and_bias(module)
                 found = weight.sum() * weight.new_zeros((*tokens.shape, weight.shape[1]))
         finally:
             if padding is not None:
@@ -105,14 +105,32 @@ def vocabulary_head(module: nn.Module, runtime: Runtime, rows: int, *, takes_who
         if runtime.request is not None:
             whole = x if takes_whole else functions.gathered(x, runtime.sequence)
             return _loss_deferred(runtime, runtime.request, module, whole, VocabularyShard.of(rows, group))
-        weight, bias = _held(module)
+        weight, bias = weight_and_bias(module)
         if takes_whole:
             own = nn.functional.linear(x, weight, bias)
         else:
             (own,) = functions.column_parallel(x, PLAIN_LAYER, [weight, bias], runtime.sequence)
-        if runtime.logits == "own":
-            return _own_deferred(runtime, own, VocabularyShard.of(rows, group))
-        return functions.whole_vocabulary(own, rows, group)
+        if runtime.logits == "whole":
+            return functions.whole_vocabulary(own, rows, group)
+        # deferred logits in place of this rank's, to which the model then does its part of what it does to all
+        shard = VocabularyShard.of(rows, group)
+        tape, begun = begin(
+            own,
+            shard.whole,
+            "Give a loss of whole logits: loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy("
+            "logits.flatten(0, 1).float(), labels.flatten(), reduction='sum').",
+        )
+        show_computed(begun, own)
+
+        def answer(logits: Tensor) -> Tensor:
+            made = tape.finish(logits, cut=True)
+            runtime.shard = _part_of(made, shard)
+            piece = tape.replay(made, own.flatten(0, -2), first=shard.first)
+            # nobody else has the piece: to autograd its new shape is no view, of which FSDP2 would warn
+            return as_no_view(piece, (*made.shape[:-1], runtime.shard.size))
+
+        runtime.answer = answer
+        return begun
 
     wrap(module, head_forward, f"vocabulary-parallel tp {runtime.group.size}")
 
@@ -169,7 +187,7 @@ def _loss_deferred(
     runtime: LossSite, request: LossRequest, head: nn.Module, x: Tensor, shard: VocabularyShard | None
 ) -> Tensor:
     """Return deferred logits; the requested loss is computed once it is known what the model does to them."""
-    weight, bias = _held(head)
+    weight, bias = weight_and_bias(head)
     rows = weight.shape[0] if shard is None else shard.whole
     tape, begun = begin(x, rows, "Set techniques.loss_chunks = 1.")
     show_computed(begun, x.new_empty((x.shape[0], 0, rows)))
@@ -195,38 +213,9 @@ def _loss_deferred(
     return begun
 
 
-def _own_deferred(runtime: LossSite, own: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return deferred logits in place of this rank's, to which the model then does its part of what it does to all."""
-    tape, begun = begin(
-        own,
-        shard.whole,
-        "Give a loss of whole logits: loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy("
-        "logits.flatten(0, 1).float(), labels.flatten(), reduction='sum').",
-    )
-
-    show_computed(begun, own)
-
-    def answer(logits: Tensor) -> Tensor:
-        made = tape.finish(logits, cut=True)
-        runtime.shard = _part_of(made, shard)
-        piece = tape.replay(made, own.flatten(0, -2), first=shard.first)
-        # nobody else has the piece: to autograd its new shape is no view, of which FSDP2 would warn
-        return as_no_view(piece, (*made.shape[:-1], runtime.shard.size))
-
-    runtime.answer = answer
-    return begun
-
-
 def _part_of(logits: DeferredLogits, shard: VocabularyShard) -> VocabularyShard:
     """Return this rank's part of the ids that a model kept of its vocabulary."""
     columns = logits.columns
     assert columns is not None
     mine = within(columns, range(shard.first, shard.first + shard.size))
     return VocabularyShard(mine.start - columns.start, len(mine), len(columns), shard.group)
-
-
-def _held(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's parts of weight and bias."""
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    return local(weight), None if bias is None else local(bias)

@@ -143,6 +143,13 @@ class _Local(torch.autograd.Function):
         return placed(gradient, copy.copy(ctx.spec))  # a copy: the dispatcher may write into it
 
 
+def weight_and_bias(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's parts of weight and bias, differentiably."""
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    assert weight is not None
+    return local(weight), None if bias is None else local(bias)
+
+
 @dataclass(frozen=True)
 class LocalView:
     """A parameter of its ``home``, of which forwards see this rank's part as a plain tensor.
@@ -314,8 +321,15 @@ class SharedInput:
         self._described, self._has_norms = tuple([b.branch() for b in branches]), branches[0].norm is not None
         self._taken: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        for number, layer in enumerate(layer for branch in branches for layer in branch.layers):
-            self._wrap_layer(layer.module, number)
+
+        def wrap_layer(module: nn.Module, number: int) -> None:
+            def column_forward(x: Tensor) -> Tensor:
+                return self.output(number, x)
+
+            wrap(module, column_forward, f"column-parallel tp {runtime.group.size}")
+
+        for place, layer in enumerate(layer for branch in branches for layer in branch.layers):
+            wrap_layer(layer.module, place)
         for branch in branches:
             if branch.norm is not None:
 
@@ -325,12 +339,6 @@ class SharedInput:
                     return made
 
                 wrap(branch.norm, norm_later_forward, f"computed with the layers behind it, tp {runtime.group.size}")
-
-    def _wrap_layer(self, module: nn.Module, number: int) -> None:
-        def column_forward(x: Tensor) -> Tensor:
-            return self.output(number, x)
-
-        wrap(module, column_forward, f"column-parallel tp {self.runtime.group.size}")
 
     def output(self, number: int, x: Tensor) -> Tensor:
         """Return the output of this layer for the input ``x``, or for the part that ``x`` stands in for."""
@@ -387,9 +395,7 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
     """Make a linear layer row-parallel: each rank has some input features."""
 
     def row_forward(x: Tensor) -> Tensor:
-        weight, bias = module._parameters["weight"], module._parameters.get("bias")
-        assert weight is not None
-        weight, bias = local(weight), None if bias is None else local(bias)
+        weight, bias = weight_and_bias(module)
         if bias is not None and reduction.sums_bias:
             bias = functions.summing_gradients(bias, runtime.group)
         way = products_of(module, transposed, ROW)
@@ -488,16 +494,17 @@ class GatheredInput:
         self._taken: Tensor | None = None
         self._whole: Tensor | None = None
         self._served: set[int] = set()
-        for number, module in enumerate(modules):
-            self._wrap_module(module, number)
 
-    def _wrap_module(self, module: nn.Module, number: int) -> None:
-        forward = module.forward
+        def wrap_module(module: nn.Module, number: int) -> None:
+            forward = module.forward
 
-        def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return forward(self.whole(number, x), *args, **kwargs)
+            def gathered_input_forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                return forward(self.whole(number, x), *args, **kwargs)
 
-        wrap(module, gathered_input_forward, f"input gathered over tp {self.runtime.group.size}")
+            wrap(module, gathered_input_forward, f"input gathered over tp {runtime.group.size}")
+
+        for place, each in enumerate(modules):
+            wrap_module(each, place)
 
     def whole(self, number: int, x: Tensor) -> Tensor:
         """Return the whole input of the module with this number, of which ``x`` is this rank's part."""

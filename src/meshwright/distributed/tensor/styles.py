@@ -68,7 +68,7 @@ class Style(ParallelStyle):
         return {
             name: placement_of_cut(dim, self._cut(module, name, dim, ranks), ranks)
             for name, dim in dims.items()
-            if _has(module, name)
+            if module._parameters.get(name) is not None
         }
 
     def _cut(self, module: nn.Module, name: str, dim: int, ranks: int) -> tuple[FusedPart, ...]:
@@ -146,7 +146,7 @@ class RowStyle(Style, RowwiseParallel):
         dim = 0 if transposed else 1
         placements = self.placements(module, {"weight": dim}, group.size)
         if STYLES[self.word].silent:
-            if _has(module, "bias"):
+            if module._parameters.get("bias") is not None:
                 raise ConfigError(
                     f"style '{self.word}' returns partial sums, each of which would add this layer's bias. Legal here:"
                     f" rowwise."
@@ -315,10 +315,6 @@ def is_transposed(module: nn.Module) -> bool | None:
             if isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected):
                 return transposed
     return None
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return module._parameters.get(name) is not None
 
 
 # --- read plans that users pass to a function, torch's own styles among them, as rows of style names

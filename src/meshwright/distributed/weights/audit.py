@@ -23,7 +23,6 @@ from meshwright.distributed.float8 import config_of
 from meshwright.distributed.process import agree
 from meshwright.distributed.recompute.recompute import OFFLOADED, RECOMPUTED
 from meshwright.distributed.step.part import ModelPart
-from meshwright.introspection.facts import ModelFacts
 from meshwright.introspection.module_kinds import config_at
 from meshwright.planning import layout
 from meshwright.planning.experts import ExpertPlan
@@ -122,15 +121,59 @@ def audit(
         found = {clean(name): parameter for name, parameter in part.model.named_parameters(remove_duplicate=False)}
         buffers = {clean(name): buffer for name, buffer in part.model.named_buffers(remove_duplicate=False)}
         trained += found.items()
-        problems += _structure(found, part.facts, part.plan)
+        frozen, plan = set(part.plan.frozen), part.plan
+        packed = plan.quantize.weights if plan.quantize is not None else ()
+        # of one pattern, frozen layers may rest in 4 bits beside trained ones
+        planned = {(p.pattern, p.shape, p.dtype == NF4): p for p in plan.parameters}
+        for fact in part.facts.parameters:
+            parameter = found.get(fact.name)
+            if parameter is None:
+                problems.append(f"{fact.name} is gone")
+                continue
+            is_packed = fact.name in packed
+            names = ((name, fact.shape, is_packed) for name in (fact.name, pattern(fact.name)))
+            request = next((planned[name] for name in names if name in planned), None)
+            shape = stored_shape(fact.shape) if is_packed else fact.shape
+            if tuple(parameter.shape) != shape:
+                problems.append(f"{fact.name} has shape {tuple(parameter.shape)} instead of {shape}")
+            if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
+                problems.append(f"{fact.name} was never given values")
+            place = placement_of(parameter, plan)
+            if request is not None and place != request.placements:
+                problems.append(f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}")
+            dtype = request and (NF4_STORED if is_packed else request.dtype)
+            if dtype is not None and str(parameter.dtype) != f"torch.{dtype}":
+                is_in = str(parameter.dtype).removeprefix("torch.")
+                problems.append(f"{fact.name} is kept in {is_in}, and the plan says {dtype}")
+            if parameter.requires_grad == (fact.name in frozen):
+                is_so = "trained" if parameter.requires_grad else "frozen"
+                problems.append(f"{fact.name} is {is_so}, which is not what was planned")
+            problems += [
+                f"{alias} is no longer tied to {fact.name}"
+                for alias in fact.aliases
+                if found.get(alias) is not parameter
+            ]
         for name in (fact.name for fact in part.facts.buffers):
             if name not in buffers:
                 problems.append(f"the buffer {name} is gone")
             elif buffers[name].is_meta:
                 problems.append(f"the buffer {name} was never given values")
-        problems += [*_replicas(part.model, data_groups), *_float8(part.model, part.plan)]
-    held = _optimized(trained, optimizer) if optimizer is not None else ()
-    _refuse("the model is not what the plan says", [*problems, *held])
+        problems += [*_replicas(part.model, data_groups), *_float8(part.model, plan)]
+    if optimizer is not None:
+        held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(trained)}
+        for key, (name, is_trained) in known.items():
+            times = held.pop(key, 0)
+            if is_trained and times != 1:
+                problems.append(f"{name} is trained, and the optimizer holds it {times} times")
+            elif times and not is_trained:
+                problems.append(f"{name} is frozen, and the optimizer holds it")
+        if held:
+            problems.append(
+                f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the"
+                f" model was laid out?)"
+            )
+    _refuse("the model is not what the plan says", problems)
 
 
 def refuse_unequal(model: nn.Module, groups: Sequence[dist.ProcessGroup], leaving: ExpertPlan | None = None) -> None:
@@ -150,36 +193,6 @@ def _refuse(what: str, problems: list[str]) -> None:
         raise IntegrityError(f"{what}: " + "; ".join(merged[:5]) + more)
 
 
-def _structure(found: dict[str, nn.Parameter], facts: ModelFacts, plan: Plan):
-    frozen, packed = set(plan.frozen), plan.quantize.weights if plan.quantize is not None else ()
-    # of one pattern, frozen layers may rest in 4 bits beside trained ones
-    planned = {(p.pattern, p.shape, p.dtype == NF4): p for p in plan.parameters}
-    for fact in facts.parameters:
-        parameter = found.get(fact.name)
-        if parameter is None:
-            yield f"{fact.name} is gone"
-            continue
-        is_packed = fact.name in packed
-        names = ((name, fact.shape, is_packed) for name in (fact.name, pattern(fact.name)))
-        request = next((planned[name] for name in names if name in planned), None)
-        shape = stored_shape(fact.shape) if is_packed else fact.shape
-        if tuple(parameter.shape) != shape:
-            yield f"{fact.name} has shape {tuple(parameter.shape)} instead of {shape}"
-        if parameter.is_meta or (isinstance(parameter, DTensor) and parameter.to_local().is_meta):
-            yield f"{fact.name} was never given values"
-        place = placement_of(parameter, plan)
-        if request is not None and place != request.placements:
-            yield f"{fact.name} is placed {dict(place)}, and the plan says {dict(request.placements)}"
-        dtype = request and (NF4_STORED if is_packed else request.dtype)
-        if dtype is not None and str(parameter.dtype) != f"torch.{dtype}":
-            yield f"{fact.name} is kept in {str(parameter.dtype).removeprefix('torch.')}, and the plan says {dtype}"
-        if parameter.requires_grad == (fact.name in frozen):
-            yield f"{fact.name} is {'trained' if parameter.requires_grad else 'frozen'}, which is not what was planned"
-        for alias in fact.aliases:
-            if found.get(alias) is not parameter:
-                yield f"{alias} is no longer tied to {fact.name}"
-
-
 def _float8(model: nn.Module, plan: Plan):
     """Yield differences between the float8 products of the plan and of the model; none if the plan has no float8."""
     if plan.float8 is None:
@@ -195,23 +208,6 @@ def _float8(model: nn.Module, plan: Plan):
             yield f"{path} computes in float8, and the plan says {plan.precision.compute}"
         planned.discard(path)
     yield from (f"{path} is gone, and the plan says float8" for path in sorted(planned))
-
-
-def _optimized(found: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer):
-    """Yield trained parameters that an optimizer lacks or holds twice, and frozen or foreign ones that it holds."""
-    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    known = {id(parameter): (name, parameter.requires_grad) for name, parameter in reversed(found)}
-    for key, (name, trained) in known.items():
-        times = held.pop(key, 0)
-        if trained and times != 1:
-            yield f"{name} is trained, and the optimizer holds it {times} times"
-        elif times and not trained:
-            yield f"{name} is frozen, and the optimizer holds it"
-    if held:
-        yield (
-            f"the optimizer holds {len(held)} tensors that are no parameters of the model (was it made before the"
-            f" model was laid out?)"
-        )
 
 
 def _replicas(

@@ -16,7 +16,7 @@ position): the same distributions, and the same values on every layout.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -169,11 +169,30 @@ def initialise_by_modules(
 
 def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations: Destinations) -> set[int]:
     """Run one initialiser and copy the elements that it set; return the ids of the tensors that it set completely."""
-    with _stand_ins(module, destinations) as pairs:
+    kept: list[tuple[dict, dict]] = []
+    stand_ins: dict[int, Tensor] = {}
+    places: list[tuple[Tensor, dict[str, Any], str]] = []  # each tensor, and where its stand-in is then
+    for part in module.modules():
+        for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
+            kept.append((held, dict(held)))
+            for name, tensor in list(held.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in stand_ins:
+                    shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
+                    blank = torch.full(shape, unwritten(dtype), dtype=dtype, device="cpu")
+                    is_trained = held is part._parameters
+                    stand_ins[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if is_trained else blank
+                    places.append((tensor, held, name))
+                held[name] = stand_ins[id(tensor)]
+    try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
             reset()
-        made = [(tensor, find().detach()) for tensor, find in pairs]
+        made = [(tensor, held[name].detach()) for tensor, held, name in places]
+    finally:
+        for held, before in kept:
+            held.update(before)
     whole = set()
     for tensor, value in made:
         if value.is_floating_point() or value.is_complex():
@@ -188,34 +207,6 @@ def _run(module: nn.Module, reset: Callable[[], object], seed: int, destinations
         if not untouched.any():
             whole.add(id(tensor))
     return whole
-
-
-@contextmanager
-def _stand_ins(module: nn.Module, destinations: Destinations) -> Iterator[list[tuple[Tensor, Callable[[], Tensor]]]]:
-    """Replace all parameters and buffers inside by unwritten CPU tensors; restore them on exit.
-
-    Yields pairs of an original and a function that returns its stand-in.
-    """
-    kept: list[tuple[dict, dict]] = []
-    made: dict[int, Tensor] = {}
-    pairs: list[tuple[Tensor, Callable[[], Tensor]]] = []
-    for part in module.modules():
-        for held in cast("list[dict[str, Any]]", [part._parameters, part._buffers]):
-            kept.append((held, dict(held)))
-            for name, tensor in list(held.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    shape, dtype = destinations.shape_of(tensor), destinations.dtype_of(tensor)
-                    blank = torch.full(shape, unwritten(dtype), dtype=dtype, device="cpu")
-                    made[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if held is part._parameters else blank
-                    pairs.append((tensor, lambda held=held, name=name: held[name]))
-                held[name] = made[id(tensor)]
-    try:
-        yield pairs
-    finally:
-        for held, before in kept:
-            held.update(before)
 
 
 def write_constructed(
@@ -344,7 +335,7 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
 
     storages = names.keys() | attributes.keys()
     if recording.elements <= STREAM_ELEMENTS:
-        alone = set[int]()
+        alone = set[int]()  # whose random numbers are drawn as if no others were, if they are all that is to be drawn
         if part.only is not None:  # all of the model's adapters, with what is drawn for them before it is cast
             adapters = {view.storage for name, view in recording.tensors.items() if is_adapter(name)}
             base = {view.storage for name, view in recording.tensors.items() if not is_adapter(name)}
@@ -353,7 +344,29 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
                 for of in (adapters, base)
             )
             alone = made - others
-        _in_stream(recording, storages, give, seed, alone)
+        # replay all steps in order from one seed; give away each value after the last step that reads it
+        program = recording.needed(storages)
+        drawn = {storage for step, _ in program if step.draws for storage in step.writes | step.creates}
+        if drawn:
+            program = recording.needed(storages, stream=alone if drawn <= alone else recording.bytes_of)
+        last = {
+            storage: number
+            for number, (step, is_needed) in enumerate(program)
+            if is_needed
+            for storage in step.storages
+        }
+        ends: dict[int, list[int]] = {}
+        for storage, number in last.items():
+            ends.setdefault(number, []).append(storage)
+        values = Values(recording)
+        with seeded(seed):
+            for number, (step, is_needed) in enumerate(program):
+                (values.do if is_needed else pass_over)(step)
+                for storage in ends.get(number, ()):
+                    give(storage, values)
+                    values.forget(storage)
+            for storage in storages - last.keys():
+                give(storage, values)
         return
     # seeded by the first name of a tied tensor, also on a stage that holds it under the other
     firsts = {view.storage: name for name, view in reversed(recording.tensors.items())}
@@ -370,35 +383,6 @@ def _carry_out(part: _Part, recording: ConstructorSteps, seed: int, draw_on: str
             with seeded(seed_of(seed, first, number)):
                 values.do(step)
         give(storage, values)
-
-
-def _in_stream(
-    recording: ConstructorSteps, storages: Set[int], give: Callable[[int, Values], None], seed: int, alone: Set[int]
-) -> None:
-    """Replay all steps in order from one seed; give away each value after the last step that reads it.
-
-    Args:
-        alone: storages whose random numbers are drawn as if no others were, if they are all that is to be drawn.
-    """
-    program = recording.needed(storages)
-    drawn = {storage for step, _ in program if step.draws for storage in step.writes | step.creates}
-    if drawn:
-        program = recording.needed(storages, stream=alone if drawn <= alone else recording.bytes_of)
-    last = {
-        storage: number for number, (step, is_needed) in enumerate(program) if is_needed for storage in step.storages
-    }
-    ends: dict[int, list[int]] = {}
-    for storage, number in last.items():
-        ends.setdefault(number, []).append(storage)
-    values = Values(recording)
-    with seeded(seed):
-        for number, (step, is_needed) in enumerate(program):
-            (values.do if is_needed else pass_over)(step)
-            for storage in ends.get(number, ()):
-                give(storage, values)
-                values.forget(storage)
-        for storage in storages - last.keys():
-            give(storage, values)
 
 
 def _in_blocks(
