@@ -327,6 +327,15 @@ def test_the_check_can_be_switched_off(spmd):
         assert said == "" and moved
 
 
+@ranks(2)
+def test_a_model_that_was_frozen_since_has_nothing_to_check():
+    model = nvfsdp_strategy_parallelize(nn.Linear(4, 4), init_distributed(DP2))
+    model.requires_grad_(False)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    model(inputs).sum().backward()
+    assert inputs.grad is not None and bool(inputs.grad.isfinite().all())
+
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()

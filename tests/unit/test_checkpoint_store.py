@@ -17,6 +17,7 @@ import pytest
 import safetensors
 import xxhash
 from support.buckets import bucket
+from support.disk import failing_disk, full
 
 from meshwright.checkpoint import manifest as manifests
 from meshwright.checkpoint import pieces as packs
@@ -28,6 +29,7 @@ from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
+from meshwright.core.files import replace_text
 from meshwright.training.run.occupancy import occupied
 
 OPEN = open
@@ -216,6 +218,25 @@ def test_a_disk_that_fails_is_named_whichever_write_it_is(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
         LocalStore(tmp_path).write("step-00000001/pack", [np.zeros(30_000, np.uint8)])
     assert len(at.past) < 8
+
+
+@pytest.mark.parametrize(
+    "write",
+    [replace_text, lambda path, text: LocalStore(path.parent).put(path.name, text.encode())],
+    ids=["text", "put"],
+)
+def test_a_small_file_that_a_full_disk_refuses_leaves_the_one_before_alone(tmp_path, write):
+    path, refused = tmp_path / "small", 0
+    for fail_at in range(1, 6):
+        write(path, "before")
+        with failing_disk(fail_at, full) as seen:
+            try:
+                write(path, "after")
+            except OSError:
+                refused += 1
+                assert path.read_text() == ("after" if "replace" in seen[:-1] else "before")
+                assert [each.name for each in tmp_path.iterdir()] == ["small"]
+    assert refused == 4  # write, fsync, replace, fsync of the folder
 
 
 def test_a_manifest_waits_for_its_packs(root):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from meshwright.core.errors import ConfigError, MeshwrightError, MissingExtraError
-from meshwright.core.files import inside, sync_folder
+from meshwright.core.files import inside, replacing, sync_folder
 
 log = logging.getLogger("meshwright")
 Result = TypeVar("Result")
@@ -149,14 +149,8 @@ class LocalStore:
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Write a small file that is whole on disk before it has its name."""
-        path = self._in_folder(name)
-        unnamed = path.with_name(f"{path.name}.new-{os.getpid()}")
-        with open(unnamed, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unnamed, path)
-        sync_folder(path.parent)
+        with replacing(self._in_folder(name)) as unnamed:
+            unnamed.write_bytes(content)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and the folders that they leave empty; those that are gone already are passed over."""

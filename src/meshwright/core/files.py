@@ -28,13 +28,8 @@ def sync_folder(folder: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small text file that is whole on disk before it has its name."""
-    temporary = path.with_name(f"{path.name}.new-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    with replacing(path) as unnamed:
+        unnamed.write_text(text, encoding="utf-8")
 
 
 @contextmanager

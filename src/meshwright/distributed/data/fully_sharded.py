@@ -436,9 +436,9 @@ class GradientCheck:
 
         def check() -> None:
             self._waits = False
-            if not all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(model)):
-                return  # of a microbatch, whose gradients are not summed over all data ranks yet
             named = [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
+            if not named or not all(group.reduce_grads and group.all_reduce_grads for group in parameter_groups(model)):
+                return  # of a microbatch, whose gradients are not summed over all data ranks yet
             none = torch.zeros((), device=named[0][1].device)
             gradients = [none if p.grad is None else local_part(p.grad) for _, p in named]
             words = agree.total(torch.stack([(~each.isfinite().all()).long() for each in gradients]), self.groups)
