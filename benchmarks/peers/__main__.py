@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import socket
 import statistics
@@ -35,7 +36,8 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS)
     parser.add_argument("--shapes", nargs="+", default=["24x64", "8x256", "8x512"], help="blocks x width")
     parser.add_argument("--with", nargs="*", default=["clip"], choices=OPTIONS, dest="options")
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=40, help="of steps, in turn; 0: starts alone")
+    parser.add_argument("--starts", type=int, default=1, help="runs of each, in turn, whose start is measured")
     parser.add_argument("--json", type=Path, help="also write every figure here")
     options = parser.parse_args()
     for system in options.systems:
@@ -73,8 +75,12 @@ def run(system: str, python: str, layout: str, shape: str, options: list[str], p
         return [{"said": lines[-1]}]
 
 
-def row(paired: list[dict], alone: list[dict], bare: list[dict]) -> str:
-    """Return the figures of a question in one line: of both processes, over torch by hand, and errors of losses."""
+def row(paired: list[dict], starts: list[tuple[list[dict], list[dict]]]) -> str:
+    """Return the figures of a question in one line: of both processes, over torch by hand, and errors of losses.
+
+    Args:
+        starts: runs of a system alone, each with one of torch by hand.
+    """
     if "said" in paired[0]:
         return paired[0]["said"]
     figures = []
@@ -86,10 +92,18 @@ def row(paired: list[dict], alone: list[dict], bare: list[dict]) -> str:
             )
             figures.append(f"{kind} {statistics.median(a / b for a, b in zip(theirs, by_hand, strict=True)):.2f}")
         figures.append(f"calls {paired[0]['calls'] / paired[0]['bare_calls']:.2f}")
-    if "said" not in bare[0]:
-        figures.append(f"start {sum(rank['start_s'] for rank in alone) - sum(rank['start_s'] for rank in bare):+.1f} s")
-        figures.append(f"memory {max(r['peak_mib'] for r in alone) / max(r['peak_mib'] for r in bare):.2f}")
-    return "  ".join([*figures, f"off by {paired[0]['equal']:.0e}, with uneven labels {paired[0]['uneven']:.0e}"])
+    if all("said" not in ranks[0] for pair in starts for ranks in pair):
+        later, more = (
+            statistics.median(join(measure(alone), measure(bare)) for alone, bare in starts)
+            for measure, join in (
+                (lambda ranks: sum(rank["start_s"] for rank in ranks), operator.sub),
+                (lambda ranks: max(rank["peak_mib"] for rank in ranks), operator.truediv),
+            )
+        )
+        figures += [f"start {later:+.2f} s", f"memory {more:.2f}"]
+    if "equal" in paired[0]:
+        figures.append(f"off by {paired[0]['equal']:.0e}, with uneven labels {paired[0]['uneven']:.0e}")
+    return "  ".join(figures)
 
 
 def main() -> None:
@@ -99,16 +113,15 @@ def main() -> None:
     found = []
     for layout, shape in product(options.layouts, options.shapes):
         print(f"\n{layout}, {shape}", flush=True)
-        bare = run("bare", sys.executable, layout, shape, options.options, 0)
+        by_hand = "bare", sys.executable, layout, shape, options.options, 0
         for system in options.systems:
             name, _, python = system.partition("=")
             question = SYSTEMS[name], python or sys.executable, layout, shape, options.options
-            alone = run(*question, 0)
-            paired = run(*question, options.pairs) if "said" not in alone[0] else alone
-            print(f"  {name:13} {row(paired, alone, bare)}"[:160], flush=True)
-            found.append(
-                {"system": name, "layout": layout, "shape": shape, "paired": paired, "alone": alone, "bare": bare}
-            )
+            starts = [(run(*question, 0), run(*by_hand)) for _ in range(options.starts)]
+            alone = starts[0][0]
+            paired = run(*question, options.pairs) if options.pairs and "said" not in alone[0] else alone
+            print(f"  {name:13} {row(paired, starts)}"[:160], flush=True)
+            found.append({"system": name, "layout": layout, "shape": shape, "paired": paired, "starts": starts})
     if options.json:
         options.json.write_text(json.dumps(found))
 
