@@ -334,7 +334,7 @@ BY_CONFIG = {
 def answer(flags: list[str]) -> str:
     """What a command says of its flags before it reads data or a model; empty if it goes on."""
     try:
-        config = read_launch(flags, prog="meshwright launch")
+        config = read_launch(flags)
         build_schedule(config)
         refuse_contradictions(config)
         process_count(config)

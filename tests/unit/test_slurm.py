@@ -26,7 +26,7 @@ KEYS = (
 
 
 def read(*argv: str) -> LaunchConfig:
-    return read_launch(list(argv), prog="meshwright launch")
+    return read_launch(list(argv))
 
 
 def script(*argv: str) -> list[str]:

@@ -54,8 +54,13 @@ def _read(cls: type[AnyConfig], argv: list[str], prog: str, trusted: bool) -> An
         if not trusted:
             given = (word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--"))
             refuse_code(default, file, given={flag.replace("-", "_") for flag in given})
-    refuse_other_names(argv)
-    flags = {word.partition("=")[0] for word in argv}
+    flags = dict.fromkeys(word.partition("=")[0] for word in argv)
+    for flag in flags:
+        if flag.startswith("--") and flag.removeprefix("--").replace("-", "_") in CONTINUE:
+            raise ConfigError(
+                f"{flag}: a run is continued by the name of its folder, from its last checkpoint:"
+                f" meshwright train RUN [--key=value …]"
+            )
     if "--epochs" in flags and "--steps" not in flags:  # a flag of one takes the place of the file's other
         default = replace(default, steps=cls().steps)
     elif "--steps" in flags and "--epochs" not in flags:
@@ -66,13 +71,13 @@ def _read(cls: type[AnyConfig], argv: list[str], prog: str, trusted: bool) -> An
     return config
 
 
-def read_launch(argv: list[str], *, prog: str, trusted: bool = False) -> LaunchConfig:
+def read_launch(argv: list[str], *, trusted: bool = False) -> LaunchConfig:
     """Read a config and the job that is to train it: keys ``slurm.*``, which may also precede the config file."""
     for place, word in enumerate(argv[1:], start=1):
         if argv[0].startswith("-") and word.endswith(".toml") and "=" in argv[place - 1]:
             argv = [word, *argv[:place], *argv[place + 1 :]]
             break
-    config = _read(LaunchConfig, argv, prog, trusted)
+    config = _read(LaunchConfig, argv, "meshwright launch", trusted)
     check_job(config)
     return config
 
@@ -81,16 +86,6 @@ def _check_run(folder: str) -> None:
     """Refuse the folder of a run with links out of it (wandb makes links of its own)."""
     if folder:
         refuse_links_out(Path(folder).expanduser(), but=("wandb",))
-
-
-def refuse_other_names(argv: list[str]) -> None:
-    """Refuse other trainers' flags for continuing a run, with the words that do it here."""
-    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if flag.removeprefix("--").replace("-", "_") in CONTINUE:
-            raise ConfigError(
-                f"{flag}: a run is continued by the name of its folder, from its last checkpoint:"
-                f" meshwright train RUN [--key=value …]"
-            )
 
 
 def config_at(path: Path) -> LaunchConfig:
@@ -148,10 +143,8 @@ def open_model(
         return Opened.of_run(*open_run(path, trusted=trusted), step, base)
     if holds_adapters(folder):
         _refuse_given(path, "a folder of adapters, no run", {"--step": step})
-        config, adapters = (
-            Config(model=ModelConfig(hf=str(base or ""), adapter=str(folder))),
-            AdapterFolder.read(folder),
-        )
+        config = Config(model=ModelConfig(hf=str(base or ""), adapter=str(folder)))
+        adapters = AdapterFolder.read(folder)
         if adapters.rounded_in:  # their base is held in 4 bits, as it was when they were trained
             precision = replace(config.techniques.precision, master=adapters.rounded_in)
             config = replace(config, techniques=replace(config.techniques, quantize_frozen="nf4", precision=precision))

@@ -10,15 +10,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError
 
 from .arguments import check_page, open_run, refuse_rest, write_page
-
-if TYPE_CHECKING:
-    from meshwright.training.views.compared import ComparedRun
 
 ABOVE = ("state", "steps", "layout")
 """Figures that stand above the table, where a long one has room."""
@@ -38,7 +35,18 @@ def run(argv: list[str]) -> int:
     """Compare runs: print a table or JSON, and write the page."""
     options, argv = take_flags(CompareOptions, argv)
     refuse_rest([word for word in argv if word.startswith("-")], "meshwright compare", CompareOptions)
-    from meshwright.training.views.compared import FEWEST, MOST, ComparedRun, comparison_page, labels_of, to_dict
+    from meshwright.training.views.compared import (
+        FEWEST,
+        MOST,
+        ComparedRun,
+        comparison_page,
+        differences,
+        labels_of,
+        letter_of,
+        narrowed,
+        rows,
+        to_dict,
+    )
 
     by, html, as_json = options.by, options.html, options.json
     if html is not None:
@@ -60,34 +68,27 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(json.dumps(to_dict(runs, by), indent=1, allow_nan=False))
     else:
-        _print(runs, by)
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(highlight=False, soft_wrap=True)
+        letters = [letter_of(number) for number in range(len(runs))]
+        for letter, one in zip(letters, runs, strict=True):
+            note = "" if one.history.series else " (no step was taken yet)"
+            console.print(Text(f"{letter}  {one.folder}: {one.state}{note}, {one.layout}"))
+        figures = [row for row in rows(runs, by) if row[0] not in ABOVE]
+        for title, found in (("figure", narrowed(figures)), ("key", differences(runs))):
+            if not found:
+                console.print(Text("\ntheir configs are the same"))
+                continue
+            shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for head in (title, *letters):
+                shown.add_column(Text(head), overflow="fold")
+            for figure, texts in found:
+                shown.add_row(Text(figure), *map(Text, texts))
+            console.print()
+            console.print(shown, soft_wrap=False)
     if html is not None:
         print(write_page(html, comparison_page(runs, by)), file=sys.stderr if as_json else sys.stdout)
     return 0
-
-
-def _print(runs: list[ComparedRun], by: str) -> None:
-    """Print the runs with a letter each, their figures, and the keys in which they differ."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from meshwright.training.views.compared import differences, letter_of, narrowed, rows
-
-    console = Console(highlight=False, soft_wrap=True)
-    letters = [letter_of(number) for number in range(len(runs))]
-    for letter, one in zip(letters, runs, strict=True):
-        note = "" if one.history.series else " (no step was taken yet)"
-        console.print(Text(f"{letter}  {one.folder}: {one.state}{note}, {one.layout}"))
-    figures = [row for row in rows(runs, by) if row[0] not in ABOVE]
-    for title, found in (("figure", narrowed(figures)), ("key", differences(runs))):
-        if not found:
-            console.print(Text("\ntheir configs are the same"))
-            continue
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for head in (title, *letters):
-            shown.add_column(Text(head), overflow="fold")
-        for name, texts in found:
-            shown.add_row(Text(name), *map(Text, texts))
-        console.print()
-        console.print(shown, soft_wrap=False)

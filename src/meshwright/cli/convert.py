@@ -54,11 +54,19 @@ def run(argv: list[str]) -> int:
             " FOLDER"
         )
     dtype = canonical_dtype(dtype, where="--dtype") if dtype is not None else None
-    from meshwright.training.run.convert import is_saved
+    from meshwright.training.run.convert import convert, convert_saved, is_saved
 
     run, folder, out = argv[0], Path(argv[0]), Path(argv[1])
     if is_saved(folder):
-        return _convert_saved(folder, out, form, base, dtype, {"--step": step, "--like": like})
+        for flag, value in {"--step": step, "--like": like}.items():
+            if value is not None:
+                raise ConfigError(f"{flag} is for a run's folder, and {folder} is one checkpoint: leave {flag} out")
+        written = convert_saved(folder, out, form, base, dtype=dtype)
+        _say(written, form, str(base or "the model that training began from"))
+        if not written.has_tokenizer:
+            source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
+            print(f"no tokenizer is there: {source}")
+        return 0
     if folder.is_dir() and not (folder / "config.toml").is_file():
         if (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is a folder of Hugging Face already: transformers reads it as it is")
@@ -78,7 +86,6 @@ def run(argv: list[str]) -> int:
     if like is not None and form != "hf":
         raise ConfigError(f"--like is for --to hf; with --to {form} leave it out")
     from meshwright.checkpoint.loading import load_newest
-    from meshwright.training.run.convert import convert
     from meshwright.training.run.folder import RunFolder
 
     counterpart = None
@@ -106,20 +113,3 @@ def _say(written: ExportedModel, form: str, beside: str) -> None:
         print(f"read it beside {beside} with:\n\n{written.code}\n")
     else:
         print(f"read it with: transformers.{written.kind}.from_pretrained({str(written.folder)!r})")
-
-
-def _convert_saved(
-    folder: Path, out: Path, form: str, base: Path | None, dtype: str | None, of_runs: dict[str, object]
-) -> int:
-    """Convert what ``meshwright.save`` wrote. Raises ConfigError for flags that are about runs."""
-    from meshwright.training.run.convert import convert_saved
-
-    for flag, value in of_runs.items():
-        if value is not None:
-            raise ConfigError(f"{flag} is for a run's folder, and {folder} is one checkpoint: leave {flag} out")
-    written = convert_saved(folder, out, form, base, dtype=dtype)
-    _say(written, form, str(base or "the model that training began from"))
-    if not written.has_tokenizer:
-        source = "--base names a folder without one" if base is not None else "give the model's folder with --base"
-        print(f"no tokenizer is there: {source}")
-    return 0

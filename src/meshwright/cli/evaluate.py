@@ -26,7 +26,7 @@ from meshwright.training.evaluation import DataOptions, EvaluationOptions, on_ra
 from .arguments import open_model, refuse_rest
 
 if TYPE_CHECKING:
-    from meshwright.training.evaluation import Evaluation, ModelOnRanks
+    from meshwright.training.evaluation import ModelOnRanks
 
 SECTIONS = ("--layout.", "--process.", "--data.")
 OF_TASKS = ("tasks_path", "shots", "limit")
@@ -69,7 +69,21 @@ def run(argv: list[str]) -> int:
     options, argv = take_flags(EvaluateOptions, argv)
     words = [word for word in argv if word.startswith(SECTIONS)]
     argv = [word for word in argv if word not in words]
-    _check(options, [word.partition("=")[0] for word in words])
+    flags = [word.partition("=")[0] for word in words]
+    of_source = [flag for flag in flags if flag.startswith("--data.")]
+    if other := next((flag for flag in flags if flag.endswith(".source")), ""):
+        raise ConfigError(f"{other} is a key of train: here a source is named with --data PATH")
+    if options.tasks is None:
+        wrong = [flag_of(name) for name in OF_TASKS if getattr(options, name) is not None]
+        what = "--tasks, which is not given"
+    else:
+        wrong = [flag_of(name) for name in OF_LOSSES if getattr(options, name) is not None] + of_source
+        what = "a loss on text, and --tasks asks for lm-eval's figures"
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is for {what}: leave one of the two out")
+    of_source = [flag for flag in of_source if flag != "--data.cache"]
+    if options.data is None and of_source:
+        raise ConfigError(f"{of_source[0]} says how a source is read: name the source with --data PATH")
     if not argv or argv[0].startswith("-"):
         refuse_rest(argv[:1], "meshwright evaluate", EvaluateOptions)
         raise ConfigError(
@@ -91,24 +105,6 @@ def run(argv: list[str]) -> int:
     return _loss(placed, options, sections.data, count) if options.tasks is None else _tasks(placed, options, count)
 
 
-def _check(options: EvaluateOptions, sections: list[str]) -> None:
-    """Raise ConfigError for a flag that goes with another one that is missing."""
-    of_source = [name for name in sections if name.startswith("--data.")]
-    if other := next((name for name in sections if name.endswith(".source")), ""):
-        raise ConfigError(f"{other} is a key of train: here a source is named with --data PATH")
-    if options.tasks is None:
-        wrong = [flag_of(name) for name in OF_TASKS if getattr(options, name) is not None]
-        what = "--tasks, which is not given"
-    else:
-        wrong = [flag_of(name) for name in OF_LOSSES if getattr(options, name) is not None] + of_source
-        what = "a loss on text, and --tasks asks for lm-eval's figures"
-    if wrong:
-        raise ConfigError(f"{wrong[0]} is for {what}: leave one of the two out")
-    of_source = [name for name in of_source if name != "--data.cache"]
-    if options.data is None and of_source:
-        raise ConfigError(f"{of_source[0]} says how a source is read: name the source with --data PATH")
-
-
 def _loss(placed: ModelOnRanks, options: EvaluateOptions, data: DataOptions, count: int) -> int:
     from meshwright.training.evaluation import TextRequest, evaluate_loss
 
@@ -125,24 +121,16 @@ def _loss(placed: ModelOnRanks, options: EvaluateOptions, data: DataOptions, cou
     found = on_ranks(evaluate_loss, request, count, insists=bool(placed.process.count))
     if is_rank_zero():
         on = path or "the run's validation part"
+        names = ("loss", "perplexity", "bits_per_byte", "tokens", "rows")
+        figures = {name: getattr(found, name) for name in names}
         if options.json:
-            print(json.dumps({**_about(placed), "data": on, **_figures(found)}))
+            print(json.dumps({**_about(placed), "data": on, **figures}))
         else:
             print(f"{opened.words}, {opened.dtype}, {placed.layout}, on {on}")
-            for name, value in _figures(found).items():
+            for name, value in figures.items():
                 if value is not None:
                     print(f"  {name:<14}{value:,.6g}" if isinstance(value, float) else f"  {name:<14}{value:,}")
     return 0
-
-
-def _figures(found: Evaluation) -> dict[str, Any]:
-    return {
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "tokens": found.tokens,
-        "rows": found.rows,
-    }
 
 
 def _about(placed: ModelOnRanks) -> dict[str, Any]:

@@ -112,7 +112,18 @@ def run(argv: list[str]) -> int:
             f" them, and meshwright inspect BASE shows the model beside which they stand"
         )
     if path.exists() or is_source(name):
-        return _data(name, argv[1:])
+        data, words = take_flags(DataOptions, argv[1:])
+        is_config = path.suffix == ".toml"
+        words = [name, *words] if is_config else words
+        config = read_config(words, prog="meshwright inspect", trusted=data.trust)
+        if not is_config:
+            config = replace(config, data=replace(config.data, source=(name,)))
+        from rich.console import Console
+
+        from meshwright.training.views.telling import show_data
+
+        show_data(config, data.documents, Console(soft_wrap=True))
+        return 0
     if name not in SIZES and ":" not in name:
         raise ConfigError(
             f"{absent(name, SIZES)} Give the folder of a run, a file or folder of data, or a model: a size"
@@ -169,19 +180,4 @@ def _live_page(name: str, target: Path, every: int) -> int:
     finally:
         write_page(target, page(folder, config))
     print(f"the run has ended, and {target} is complete")
-    return 0
-
-
-def _data(name: str, argv: list[str]) -> int:
-    options, argv = take_flags(DataOptions, argv)
-    is_config = Path(name).suffix == ".toml"
-    words = [name, *argv] if is_config else argv
-    config = read_config(words, prog="meshwright inspect", trusted=options.trust)
-    if not is_config:
-        config = replace(config, data=replace(config.data, source=(name,)))
-    from rich.console import Console
-
-    from meshwright.training.views.telling import show_data
-
-    show_data(config, options.documents, Console(soft_wrap=True))
     return 0

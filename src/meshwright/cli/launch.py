@@ -28,7 +28,7 @@ class LaunchOptions:
 def run(argv: list[str]) -> int:
     """Submit, and print the job and run folder; ``argv`` is what ``read_launch`` takes, and the verb's own flags."""
     options, argv = take_flags(LaunchOptions, argv)
-    config = read_launch(argv, prog="meshwright launch", trusted=options.trust)
+    config = read_launch(argv, trusted=options.trust)
     folder = folder_of(config)
     script = batch_script(config, folder)
     # refuse now, and not after hours in the queue, what cannot be trained on the requested nodes

@@ -154,10 +154,12 @@ def forecast(config: Config, options: PlanOptions) -> int:
     if options.price is not None or options.tokens:
         tokens = wanted or config.steps * batch.global_rows * batch.seq_len
         hours = tokens / first.tok_s_gpu / 3600
-        of_steps = "" if options.tokens else f" (those of {config.steps:,} steps)"
-        values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": hours / cluster.world / 24}
         days = hours / cluster.world / 24
-        words = f"{_in_words(tokens)} tokens{of_steps}: {_figure(hours, 1)} GPU hours, {_figure(days, 2)} days"
+        values["run"] = {"tokens": tokens, "gpu_hours": hours, "days": days}
+        scale, word = next((one for one in NAMES if tokens >= one[0]), (1.0, ""))
+        words = f"{tokens / scale:,.4g}{word} tokens" if word else f"{tokens:,.0f} tokens"
+        words += "" if options.tokens else f" (those of {config.steps:,} steps)"
+        words += f": {_figure(hours, 1)} GPU hours, {_figure(days, 2)} days"
         if options.price is not None:
             values["run"]["cost"] = options.price * hours if math.isfinite(options.price * hours) else None
             words += f", {_figure(options.price * hours, 2)} at {options.price:g} for a GPU hour"
@@ -193,11 +195,6 @@ def _figure(value: float, places: int) -> str:
 
 def _warn(sentence: str) -> None:
     print(f"{sentence}\n", file=sys.stderr, flush=True)
-
-
-def _in_words(number: float) -> str:
-    size, name = next((one for one in NAMES if number >= one[0]), (1.0, ""))
-    return f"{number / size:,.4g}{name}" if name else f"{number:,.0f}"
 
 
 def as_trained(config: Config, world: int) -> tuple[Config, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1
@@ -19,9 +19,6 @@ from meshwright.core.errors import ConfigError
 from meshwright.training.fine_tuning import of_forecast
 
 from .arguments import read_config
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -179,8 +179,8 @@ class Observed:
             self._calls.clear()
             self._n_rows = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), 0)
 
-    def note(self, name: str, output: Any, part: PartOfModel | None = None) -> None:
-        """Sketch the output of a module that ended.
+    def note(self, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
+        """Sketch the output of a module that ended, as its hook.
 
         Args:
             part: the part of the model that runs a module without parameters. An output without values belongs to
@@ -229,10 +229,6 @@ class Observed:
         if not tensor.requires_grad:
             self._without_graph.add(call)
 
-    def note_call(self, name: str, part: PartOfModel | None, module: nn.Module, args: Any, output: Any) -> None:
-        """Sketch the output of a module that ended, as its hook."""
-        self.note(name, output, part)
-
     def outside(
         self, name: str, module: nn.Module, compiled: Callable[..., Any], *, is_root: bool
     ) -> Callable[..., Any]:
@@ -242,7 +238,7 @@ class Observed:
             if is_root:
                 self.begin(module, args, kwargs)
             output = compiled(*args, **kwargs)
-            self.note(name, output)
+            self.note(name, None, module, args, output)
             return output
 
         return call
@@ -344,7 +340,7 @@ def observing(
                     stack.callback(set_compiled_call, module, compiled)
                     continue
                 computes = any(parameter is not None for parameter in module._parameters.values())
-                note = partial(observed.note_call, name, None if computes else part)
+                note = partial(observed.note, name, None if computes else part)
                 stack.callback(module.register_forward_hook(note).remove)
         yield observed
 

@@ -218,35 +218,9 @@ def evaluate_tasks(request: TaskRequest) -> dict[str, dict[str, Any]]:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if request.folder is not None and not os.path.isdir(request.folder):
         raise ConfigError(f"--tasks-path {request.folder} does not exist: give a folder with lm-eval's task files")
-    loaded, manager = _tasks(request)
-    opened = request.placed.opened
-    model = ParallelLM(request.placed.model(), tokenizer_of(opened.tokenizer), request.batch_rows)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # a worker has no children, of which lm-eval would start one per core
-    options: dict[str, Any] = {"num_fewshot": request.shots, "limit": request.limit, "log_samples": False}
-    if not is_rank_zero():
-        options["bootstrap_iters"] = 0
-    simple_evaluate: Any = lm_eval.simple_evaluate  # lazily found by lm-eval, so nobody knows its signature
-    found = simple_evaluate(model, tasks=loaded, task_manager=manager, **options)
-    if found is None or not is_rank_zero():
-        return {}
-    return {
-        task: {
-            name.removesuffix(",none"): value
-            for name, value in figures.items()
-            if name not in ("alias", "name") and isinstance(value, int | float | str)
-        }
-        for task, figures in found["results"].items()
-    }
-
-
-def _tasks(request: TaskRequest) -> tuple[list[str], TaskManager]:
-    """Return the names of the tasks, whose data are here, and lm-eval's index of them.
-
-    That of the user's folder alone takes no time, and does where it has all of them. lm-eval reads the data once, and
-    again from its cache.
-    """
     if not request.tasks:
         raise ConfigError("--tasks is empty: name tasks of lm-eval, like --tasks hellaswag,arc_easy")
+    # an index of the user's folder alone takes no time, and does where it has all of the tasks
     manager = TaskManager(include_path=request.folder, include_defaults=request.folder is None)
     if request.folder is not None and not set(request.tasks) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=request.folder)
@@ -257,7 +231,7 @@ def _tasks(request: TaskRequest) -> tuple[list[str], TaskManager]:
                 f" of your own is found with --tasks-path FOLDER; 'lm-eval ls tasks' lists the others"
             )
     names = manager.match_tasks(list(request.tasks))
-    for name in names:
+    for name in names:  # lm-eval reads the data here, and again from its cache
         try:
             manager.load([name])
         except Exception as error:
@@ -266,7 +240,24 @@ def _tasks(request: TaskRequest) -> tuple[list[str], TaskManager]:
                 f"--tasks {name}: lm-eval could not read its data or its files ({type(error).__name__}: {first}). Data"
                 f" sets are not downloaded unasked: set HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0 to let lm-eval do so"
             ) from error
-    return names, manager
+    opened = request.placed.opened
+    model = ParallelLM(request.placed.model(), tokenizer_of(opened.tokenizer), request.batch_rows)
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a worker has no children, of which lm-eval would start one per core
+    options: dict[str, Any] = {"num_fewshot": request.shots, "limit": request.limit, "log_samples": False}
+    if not is_rank_zero():
+        options["bootstrap_iters"] = 0
+    simple_evaluate: Any = lm_eval.simple_evaluate  # lazily found by lm-eval, so nobody knows its signature
+    found = simple_evaluate(model, tasks=names, task_manager=manager, **options)
+    if found is None or not is_rank_zero():
+        return {}
+    return {
+        task: {
+            figure.removesuffix(",none"): value
+            for figure, value in figures.items()
+            if figure not in ("alias", "name") and isinstance(value, int | float | str)
+        }
+        for task, figures in found["results"].items()
+    }
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> Any:

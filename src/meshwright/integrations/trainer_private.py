@@ -66,36 +66,6 @@ def state_folder(checkpoint: str | Path) -> Path:
     return folder
 
 
-def write_model(
-    model: ParallelModel,
-    folder: Path,
-    requested: Techniques,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    keeps: bool,
-    asynchronous: bool,
-) -> None:
-    """Write the shards, and from them the model as transformers (or, with adapters, peft) reads it (collective).
-
-    Args:
-        keeps: whether the shards stay, to go on from.
-        asynchronous: return meanwhile; another process makes transformers' files.
-    """
-    shards, origin = folder / (STATE if keeps else f"{STATE}-shards"), recall(model, ModelOrigin)
-    if origin is None or not origin.config:
-        raise ConfigError(
-            f"{model.facts.kind} is no model of transformers' own, which save_model could write: set save_strategy"
-            f" = 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
-        )
-    form = "adapter" if requested.adapters is not None else "hf"
-
-    then = partial(export_beside if asynchronous else export, str(shards), str(folder), form)
-    only_trained = requested.adapters is not None
-    save(model, shards, optimizer=optimizer, only_trained=only_trained, asynchronous=asynchronous, then=then)
-    if not keeps:
-        agree.decided_once(lambda: shutil.rmtree(shards, ignore_errors=True))
-
-
 def export(shards: str, folder: str, form: str) -> None:
     """Write the model that shards hold into a folder, as transformers or peft reads it."""
     made = Path(folder) / f"{STATE}-export"
@@ -207,26 +177,6 @@ class LaidOutLoop:
         weights: Any = None,
         **options: Any,
     ):
-        self._refuse(options, layout)
-        self.given_args = args if args is not None else self.default_arguments()
-        self.requested, self.layout, self.loss_fn, self.weights = as_techniques(techniques), layout, loss_fn, weights
-        self.rows = RowsOfRank()
-        self._microbatches: list[dict[str, Tensor]] = []
-        self._norm = torch.zeros(())
-        self._weights_number, self._saves_beside = 0, False
-        loop: Any = super()
-        loop.__init__(model, handed_over(self.given_args, dict(self.handling)), *positional, **options)
-        if self.optimizer is not None or self.lr_scheduler is not None:  # given by place
-            raise self._other_optimizers()
-        self.lay_out()
-
-    def default_arguments(self) -> Any:
-        """Return the arguments of a call without any."""
-        from transformers import TrainingArguments
-
-        return TrainingArguments(output_dir="tmp_trainer")
-
-    def _refuse(self, options: Mapping[str, Any], layout: Any) -> None:
         for name in LOSSES:
             owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
             if owner is not LaidOutLoop and not owner.__module__.startswith(("transformers.", "trl.")):
@@ -247,6 +197,23 @@ class LaidOutLoop:
                 f"compute_metrics reads whole logits, and layout.{cut[0]} gives each rank a part of them: leave it out"
                 f" (the evaluation's loss is there), or set layout.{cut[0]} = 1"
             )
+        self.given_args = args if args is not None else self.default_arguments()
+        self.requested, self.layout, self.loss_fn, self.weights = as_techniques(techniques), layout, loss_fn, weights
+        self.rows = RowsOfRank()
+        self._microbatches: list[dict[str, Tensor]] = []
+        self._norm = torch.zeros(())
+        self._weights_number, self._saves_beside = 0, False
+        loop: Any = super()
+        loop.__init__(model, handed_over(self.given_args, dict(self.handling)), *positional, **options)
+        if self.optimizer is not None or self.lr_scheduler is not None:  # given by place
+            raise self._other_optimizers()
+        self.lay_out()
+
+    def default_arguments(self) -> Any:
+        """Return the arguments of a call without any."""
+        from transformers import TrainingArguments
+
+        return TrainingArguments(output_dir="tmp_trainer")
 
     def _other_optimizers(self) -> ConfigError:
         return ConfigError(
@@ -434,12 +401,25 @@ class LaidOutLoop:
             self.args.save_total_limit, self._saves_beside = limit, False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as transformers reads it, and beside a checkpoint's the state to go on from (collective)."""
+        """Write the model as transformers (or, with adapters, peft) reads it, from shards of it; those of a checkpoint
+        stay, with the optimizer's state, to go on from (collective).
+        """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         keeps = _internal_call and not self.args.save_only_model
         optimizer = self.optimizer.optimizer if keeps and isinstance(self.optimizer, SteppedOptimizer) else None
-        beside = keeps and self._saves_beside
-        write_model(self.parallel, folder, self.requested, optimizer, keeps=keeps, asynchronous=beside)
+        shards, origin = folder / (STATE if keeps else f"{STATE}-shards"), recall(self.parallel, ModelOrigin)
+        if origin is None or not origin.config:
+            raise ConfigError(
+                f"{self.parallel.facts.kind} is no model of transformers' own, which save_model could write: set"
+                f" save_strategy = 'no', and write the shards with meshwright.save(trainer.parallel, FOLDER)"
+            )
+        trains_adapters = self.requested.adapters is not None
+        beside = keeps and self._saves_beside  # another process makes transformers' files meanwhile
+        export_shards = export_beside if beside else export
+        then = partial(export_shards, str(shards), str(folder), "adapter" if trains_adapters else "hf")
+        save(self.parallel, shards, optimizer=optimizer, only_trained=trains_adapters, asynchronous=beside, then=then)
+        if not keeps:
+            agree.decided_once(lambda: shutil.rmtree(shards, ignore_errors=True))
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -150,8 +150,27 @@ def techniques_of(arguments: Any, given: Techniques, dtype: str) -> Techniques:
     Raises:
         ConfigError: an argument and a technique contradict each other.
     """
-    precision, recompute = _precision(arguments, given, dtype), _recompute(arguments, given)
-    made = replace(given, precision=precision, **recompute)
+    made = replace(given, precision=_precision(arguments, given, dtype))
+    is_asked = getattr(arguments, "activation_checkpointing", None)
+    is_asked = getattr(arguments, "gradient_checkpointing", False) if is_asked is None else is_asked
+    if is_asked and given.activation_checkpointing == "none":  # else the technique says which of its forms
+        options = getattr(arguments, "activation_checkpointing_kwargs", None)
+        options = dict(options or getattr(arguments, "gradient_checkpointing_kwargs", None) or {})
+        every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
+        if options.pop("use_reentrant", False) or options:
+            raise ConfigError(
+                "TrainingArguments: activation_checkpointing_kwargs holds options that are not carried"
+                f" ({', '.join(options) or 'use_reentrant = True'}). Legal: every_n_layers, offload, use_reentrant ="
+                " False; other forms are words of techniques.activation_checkpointing."
+            )
+        if offload and every != 1:
+            raise ConfigError(
+                "TrainingArguments: activation_checkpointing_kwargs asks for offload and every_n_layers; give one of"
+                " them"
+            )
+        made = replace(made, activation_checkpointing="offload" if offload else "full")
+        if every != 1:
+            made = replace(made, activation_checkpointing="every_n", checkpoint_every=every)
     if getattr(arguments, "torch_compile", False):
         backend = arguments.torch_compile_backend or made.compile_backend
         made = replace(made, compile=True, compile_backend=backend)
@@ -176,31 +195,6 @@ def _precision(arguments: Any, given: Techniques, dtype: str) -> Precision:
             f" techniques.precision.compute is {compute}: leave one of them out"
         )
     return replace(given.precision, compute=word)
-
-
-def _recompute(arguments: Any, given: Techniques) -> dict[str, Any]:
-    is_asked = getattr(arguments, "activation_checkpointing", None)
-    is_asked = getattr(arguments, "gradient_checkpointing", False) if is_asked is None else is_asked
-    if not is_asked or given.activation_checkpointing != "none":
-        return {}  # the technique says which of its forms
-    options = getattr(arguments, "activation_checkpointing_kwargs", None)
-    options = dict(options or getattr(arguments, "gradient_checkpointing_kwargs", None) or {})
-    every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
-    if options.pop("use_reentrant", False) or options:
-        raise ConfigError(
-            "TrainingArguments: activation_checkpointing_kwargs holds options that are not carried"
-            f" ({', '.join(options) or 'use_reentrant = True'}). Legal: every_n_layers, offload, use_reentrant = False;"
-            " other forms are words of techniques.activation_checkpointing."
-        )
-    if offload and every != 1:
-        raise ConfigError(
-            "TrainingArguments: activation_checkpointing_kwargs asks for offload and every_n_layers; give one of them"
-        )
-    if offload:
-        return {"activation_checkpointing": "offload"}
-    return {"activation_checkpointing": "full"} | (
-        {"activation_checkpointing": "every_n", "checkpoint_every": every} if every != 1 else {}
-    )
 
 
 def handed_over(arguments: Any, table: dict[str, Handling]) -> Any:

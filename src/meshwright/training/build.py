@@ -125,7 +125,7 @@ def build_run(
     cluster = Cluster(world, ranks_per_node(), device)
     refuse_large_copies(config.checkpoint.host_memory, ranks_per_node() or 1)
     refuse_copies_on_hosts(config.checkpoint)
-    trace = open_trace(config)
+    trace = TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
     chooses_batch = fine_tuning.batch_follows(config) and trace is None and not longest_rows
 
     limit = config.process.startup_timeout_sec
@@ -169,15 +169,6 @@ def build_run(
     identity = run_identity(config, source, tokenizer, feed)
     made = resolved(config, source, plan)
     return Run(config, made, source, tokenizer, model, optimizer, feed, batch, identity, trace)
-
-
-def open_trace(config: Config) -> TraceFile | None:
-    """Return the trace that a config names, whose run ``refuse_early`` allows.
-
-    Raises:
-        ConfigError: the trace cannot be read.
-    """
-    return TraceFile(Path(config.check_trace).expanduser()) if config.check_trace else None
 
 
 def refuse_untraced(config: Config) -> None:

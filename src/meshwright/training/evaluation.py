@@ -16,7 +16,7 @@ from meshwright.core.errors import ConfigError, UnsupportedError
 from meshwright.data import IGNORE_INDEX, Corpus, Prepared, SourceOptions, Stream, Tokenizer, validation_batches
 from meshwright.data.cache import open_parts
 from meshwright.data.images import PixelReader
-from meshwright.data.packing import Joined, RowEnds, Rows, Split, Whole
+from meshwright.data.packing import Joined, RowEnds, Rows, Whole
 from meshwright.data.tasks import TASK as PREFERENCE
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.distributed.mesh import data_position
@@ -63,13 +63,6 @@ class ToTheEnd(Stream):
         return made
 
 
-def to_the_end(split: Split) -> Split:
-    """Return a split of text with every token in a row, of a file of ids in rows of its own; others as they are."""
-    if isinstance(split, Joined):
-        return replace(split, parts=[ToTheEnd(part.name, part.tokens, part.offsets) for part in split.parts])
-    return ToTheEnd(split.name, split.tokens, split.offsets) if isinstance(split, Stream) else split
-
-
 def own_rows(config: Config, tokenizer: Tokenizer, limit: int | None) -> list[HeldOut]:
     """Return the validation part of a run's own data (collective).
 
@@ -109,7 +102,12 @@ def rows_of(
     data = replace(config.data, mixture=(), curriculum=(), seq_len=max(length, longest))
     config = replace(config, data=replace(data, **{**own, "streaming": False}))
     (prepared,), (corpus,), pixels = _opened(config, tokenizer, 0.0)
-    if isinstance(split := to_the_end(corpus.training), Whole):
+    split = corpus.training
+    if isinstance(split, Joined):  # every token is in a row, and no row goes on into another file
+        split = replace(split, parts=[ToTheEnd(part.name, part.tokens, part.offsets) for part in split.parts])
+    elif isinstance(split, Stream):
+        split = ToTheEnd(split.name, split.tokens, split.offsets)
+    elif isinstance(split, Whole):
         split = replace(split, name="evaluation")
         length = max(length, min(longest, int(split.lengths.max(initial=0))))
     count = agree.together(lambda: split.n_samples(length)) or 0

@@ -61,9 +61,28 @@ def launch(config: Config) -> int:
     if world > 1 or (count == 1 and not config.process.max_restarts):
         return train(config, started)
     pool = WorkerPool(count, oversubscribe=bool(config.process.count))
+    most, restarts = config.process.max_restarts, 0
     # in this order: a Ctrl-C while the pool is closing must not leave its folder behind
     with _Signals(pool) as signals, closing(pool):
-        return _attempts(pool, signals, config, started)
+        while True:
+            try:
+                pool.start()
+                signals.workers_are_up()
+                return pool.run(train, config, started)[0]
+            except (WorkerFailed, WorkerDied) as trouble:
+                if stopped := signals.explain(trouble):
+                    raise stopped from None
+                failure, folder = _words(trouble, pool.folder), run_folder(pool.folder)
+                if signals.first or restarts >= most or not is_worth_a_restart(trouble):
+                    if isinstance(failure, LostWorker | RankLost | RankStalled):
+                        failure = type(failure)(with_way_on(str(failure), folder))
+                    raise failure from None
+                restarts, started = restarts + 1, time.time()
+                from_where = (latest_checkpoint(folder) or "step 0: it has no checkpoint yet") if folder else ""
+                where = f"continuing {folder} from {from_where}" if folder else "beginning again"
+                first_line = next(iter(str(failure).strip().splitlines()[-1:]), "").rstrip(".")
+                print(f"meshwright: restart {restarts} of {most}: {first_line}; {where}", file=sys.stderr, flush=True)
+                config = replace(config, run=str(folder) if folder else config.run)
 
 
 def train(config: Config, started: float) -> int:
@@ -134,30 +153,6 @@ def _fits(layout: Layout, count: int) -> bool:
         return bool(layout.resolve(count, ranks_per_node=count))
     except ConfigError:
         return False
-
-
-def _attempts(pool: WorkerPool, signals: _Signals, config: Config, started: float) -> int:
-    """Run a config on a pool: once, and once more after each loss that a restart may repair."""
-    most, restarts = config.process.max_restarts, 0
-    while True:
-        try:
-            pool.start()
-            signals.workers_are_up()
-            return pool.run(train, config, started)[0]
-        except (WorkerFailed, WorkerDied) as trouble:
-            if stopped := signals.explain(trouble):
-                raise stopped from None
-            failure, folder = _words(trouble, pool.folder), run_folder(pool.folder)
-            if signals.first or restarts >= most or not is_worth_a_restart(trouble):
-                if isinstance(failure, LostWorker | RankLost | RankStalled):
-                    failure = type(failure)(with_way_on(str(failure), folder))
-                raise failure from None
-            restarts, started = restarts + 1, time.time()
-            from_where = (latest_checkpoint(folder) or "step 0: it has no checkpoint yet") if folder else ""
-            where = f"continuing {folder} from {from_where}" if folder else "beginning again"
-            first_line = next(iter(str(failure).strip().splitlines()[-1:]), "").rstrip(".")
-            print(f"meshwright: restart {restarts} of {most}: {first_line}; {where}", file=sys.stderr, flush=True)
-            config = replace(config, run=str(folder) if folder else config.run)
 
 
 def is_worth_a_restart(trouble: WorkerFailed | WorkerDied) -> bool:

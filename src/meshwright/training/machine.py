@@ -60,9 +60,16 @@ def measure(effort: Effort | None = None) -> MachineProfile:
     effort = effort or (ACCELERATED if is_accelerator(kind) else FULL)
     cores = usable_cores()
     slots = per_node if is_accelerator(kind) else max(1, cores // torch.get_num_threads())
-    memory = float(psutil.virtual_memory().total) / per_node
+    memory, name = float(psutil.virtual_memory().total) / per_node, ""
     if is_accelerator(kind):
         memory = float(torch.get_device_module(device).mem_get_info(device)[1])
+        name = torch.get_device_module(device).get_device_name(device)
+    else:
+        with suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            name = next((f"{model}, {os.cpu_count()} cores" for model in named), "")
+        name = name or platform.processor()
 
     def alone(work: Callable[[], Any]) -> Any:
         """Measure on as many ranks of a host as have cores of their own, at once, while the others wait. Collective.
@@ -76,7 +83,7 @@ def measure(effort: Effort | None = None) -> MachineProfile:
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         torch=torch.__version__,
         device=kind,
-        name=_name(device) or CPU,
+        name=name or CPU,
         ranks=world,
         per_node=per_node,
         threads=torch.get_num_threads(),
@@ -94,13 +101,3 @@ def measure(effort: Effort | None = None) -> MachineProfile:
 
 def _frozen(found: Any) -> dict[str, Any]:
     return {key: tuple(points) for key, points in found}
-
-
-def _name(device: torch.device) -> str:
-    if is_accelerator(device):
-        return torch.get_device_module(device).get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return platform.processor()

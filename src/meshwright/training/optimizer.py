@@ -17,7 +17,7 @@ from meshwright.core.errors import ConfigError, nearest
 from meshwright.distributed.optimizer.low_bit import TorchaoAdamW
 from meshwright.distributed.optimizer.muon import optimizer_class
 from meshwright.distributed.optimizer.parameter_groups import split_by_role
-from meshwright.planning.optimizer import OptimizerKind, OptimizerPlan
+from meshwright.planning.optimizer import OptimizerPlan
 from meshwright.training.config import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -100,8 +100,20 @@ def make_optimizer(
         return BuiltOptimizer(made, "torchao", note)
     if row.by_role:
         kept = split_by_role(kept, named_parameters, plan.matrices)
+    params = [p for group in kept for p in group["params"]]
+    devices = sorted({p.device.type for p in params})
+    no_fused = [d for d in devices if d != CPU and not is_accelerator(d)]
+    if "fused" not in row.kernels:
+        no_fused = [f"{row.title} on sharded parameters"]
+    no_fused = no_fused or sorted({str(p.dtype) for p in params if not p.is_floating_point()})
+    why = f"torch has no fused kernel for {', '.join(no_fused)}"
+    implementation: Implementation = "fused"
+    note = f"{row.title}, fused"
+    if no_fused and "foreach" in row.kernels and all(map(is_accelerator, devices)):
+        implementation, note = "foreach", f"{row.title}, foreach ({why})"
+    elif no_fused:
+        implementation, note = "plain", f"{row.title}, one parameter at a time ({why}, nor a foreach one)"
     kind = optimizer_class(row)
-    implementation, note = _choose(row, [p for group in kept for p in group["params"]])
     takes = inspect.signature(kind).parameters
     flags = {kernel: implementation == kernel for kernel in ("fused", "foreach") if kernel in takes}
     return BuiltOptimizer(kind(kept, lr=lr, **options, **flags), implementation, note)
@@ -136,20 +148,6 @@ def _parts_of_groups(groups: Sequence[Mapping[str, Any]], known: Sequence[str], 
         scale = float(group.get("lr_scale", 1.0))
         for part in by_mesh.values():
             yield {**group, "params": part, "lr_scale": scale, "lr": lr * scale}
-
-
-def _choose(row: OptimizerKind, params: Sequence[nn.Parameter]) -> tuple[Implementation, str]:
-    devices = sorted({p.device.type for p in params})
-    odd_dtypes = sorted({str(p.dtype) for p in params if not p.is_floating_point()})
-    no_fused = [d for d in devices if d != CPU and not is_accelerator(d)]
-    if "fused" not in row.kernels:
-        no_fused = [f"{row.title} on sharded parameters"]
-    if not no_fused and not odd_dtypes:
-        return "fused", f"{row.title}, fused"
-    why = f"torch has no fused kernel for {', '.join(no_fused or odd_dtypes)}"
-    if "foreach" in row.kernels and all(map(is_accelerator, devices)):
-        return "foreach", f"{row.title}, foreach ({why})"
-    return "plain", f"{row.title}, one parameter at a time ({why}, nor a foreach one)"
 
 
 # --- compute learning rates as pure functions of the step, or of the tokens so far

@@ -36,7 +36,7 @@ def loss_of(config: Config, feed: Feed) -> PreferenceLoss | None:
         ConfigError: [dpo] is given and there are no pairs.
         UnsupportedError: the run is to be compared with a trace, which is of the cross entropy.
     """
-    if not any(_splits(feed)):
+    if not is_on_pairs(feed):
         if not (is_unset(config.dpo.beta) and is_unset(config.dpo.label_smoothing)):
             raise ConfigError(
                 f"dpo.beta = {config.dpo.beta} and dpo.label_smoothing = {config.dpo.label_smoothing} are of pairs of"
@@ -98,14 +98,25 @@ def give_references(
     Raises:
         IntegrityError: a run that has begun has lost them.
     """
+    (rank, ranks), length, ends = place, config.data.seq_len, feed.ends or RowEnds()
+    rows = config.batch.microbatch or config.batch.global_batch // ranks
     for split in _splits(feed) if _why_computed(config, model) else ():
-        n, path = split.n_samples(config.data.seq_len), folder / FOLDER / f"{split.name}.npy"
+        n, path = split.n_samples(length), folder / FOLDER / f"{split.name}.npy"
         read = partial(_read, path, n, has_begun)
         values = agree.from_rank_zero(agree.together(read, here=is_rank_zero()))
         if values is None:
-            values = _computed(config, feed.ends or RowEnds(), split, model, place, stopped)
-            if isinstance(values, int):
-                return values
+            found = []
+            for begin in range(0, n, rows * ranks):
+                # the last row again, where there are no more, so that all ranks have as many
+                of_ranks = np.minimum(begin + np.arange(ranks * rows).reshape(ranks, rows), n - 1)
+                own = ends.length([split], lengths_at(split, of_ranks, length), length)
+                arrays = ended(split.rows(of_ranks[rank], length), own)
+                batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+                found.append(model.row_log_probs(batch).double().cpu().numpy())
+                if signal := stopped():
+                    return signal
+            by_rank = dict(agree.everybody_says((rank, np.stack(found))))
+            values = np.stack([by_rank[each] for each in range(ranks)], axis=1).reshape(-1)[:n]
 
             def write(path: Path = path, values: np.ndarray = values) -> None:
                 path.parent.mkdir(exist_ok=True)
@@ -113,7 +124,7 @@ def give_references(
                     np.save(file, values)
 
             agree.together(write, here=is_rank_zero())
-        split.set_reference(config.data.seq_len, values)
+        split.set_reference(length, values)
     return 0
 
 
@@ -142,32 +153,6 @@ def _splits(feed: Feed) -> Iterator[Pairs]:
     """Yield the splits that hold pairs, each once."""
     trained = feed.samples.splits if isinstance(feed.samples, Samples) else ()
     yield from (split for split in (*trained, *(held.split for held in feed.held_out)) if isinstance(split, Pairs))
-
-
-def _computed(
-    config: Config,
-    ends: RowEnds,
-    split: Pairs,
-    model: ParallelModel,
-    place: tuple[int, int],
-    stopped: Callable[[], int],
-) -> np.ndarray | int:
-    """Compute the log-probabilities of all rows of a split, or return a signal that came meanwhile."""
-    rank, ranks = place
-    length = config.data.seq_len
-    rows, n = config.batch.microbatch or config.batch.global_batch // ranks, split.n_samples(length)
-    found = []
-    for begin in range(0, n, rows * ranks):
-        # the last row again, where there are no more, so that all ranks have as many
-        of_ranks = np.minimum(begin + np.arange(ranks * rows).reshape(ranks, rows), n - 1)
-        own = ends.length([split], lengths_at(split, of_ranks, length), length)
-        arrays = ended(split.rows(of_ranks[rank], length), own)
-        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
-        found.append(model.row_log_probs(batch).double().cpu().numpy())
-        if signal := stopped():
-            return signal
-    by_rank = dict(agree.everybody_says((rank, np.stack(found))))
-    return np.stack([by_rank[each] for each in range(ranks)], axis=1).reshape(-1)[:n]
 
 
 def _read(path: Path, n: int, has_begun: bool) -> np.ndarray | None:

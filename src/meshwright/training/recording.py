@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,15 +60,12 @@ def name_ranges(trace: dict[str, Any], collectives: Sequence[Issued], world_axis
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     whole.sort(key=lambda event: (event["ts"], -event["dur"]))
     _name_collectives(whole, collectives, float(trace.get("baseTimeNanoseconds", 0)), world_axis)
-    events += list(_backward(whole, _modules_of_operations(whole)))
-
-
-def _modules_of_operations(whole: Sequence[Event]) -> dict[int, tuple[str, ...]]:
-    """Map each sequence number to the modules that its operation ran in, outermost first."""
-    inside: dict[Any, list[tuple[float, str]]] = {}
-    found: dict[int, tuple[str, ...]] = {}
+    modules: dict[int, tuple[str, ...]] = {}  # by sequence number, those that its operation ran in, outermost first
+    inside: dict[Any, list[tuple[float, str]]] = {}  # by thread, the ends and modules of forwards under way
+    nodes: list[Event] = []
     for event in whole:
         if str(event["name"]).startswith(NODE):
+            nodes.append(event)
             continue
         stack = inside.setdefault((event.get("pid"), event.get("tid")), [])
         while stack and stack[-1][0] <= event["ts"]:
@@ -78,31 +75,25 @@ def _modules_of_operations(whole: Sequence[Event]) -> dict[int, tuple[str, ...]]
         number = _number(event)
         # the last of several operations with one number is the innermost: it made the node
         if stack and number is not None and event["args"].get("Fwd thread id", 0) == 0:
-            found[number] = tuple(name for _, name in stack)
-    return found
+            modules[number] = tuple(name for _, name in stack)
+    threads: dict[Any, list[tuple[tuple[str, ...], Event]]] = {}
+    for event in nodes:
+        if (number := _number(event)) is not None:
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append((modules.get(number, ()), event))
+    for of_thread in threads.values():
+        for depth in range(1, max(len(path) for path, _ in of_thread) + 1):
+            for path, neighbours in groupby(of_thread, lambda node, depth=depth: node[0][:depth]):
+                alike = [event for _, event in neighbours]
+                if len(path) == depth:
+                    place = {key: alike[0][key] for key in ("pid", "tid", "ts")}
+                    end = max(event["ts"] + event["dur"] for event in alike)
+                    name = {"ph": "X", "cat": "user_annotation", "name": BACKWARD + path[-1], "args": {}}
+                    events.append({**name, **place, "dur": end - place["ts"]})
 
 
 def _number(event: Event) -> int | None:
     number = event.get("args", {}).get("Sequence number")
     return number if isinstance(number, int) and number >= 0 else None
-
-
-def _backward(whole: Sequence[Event], modules: dict[int, tuple[str, ...]]) -> Iterator[Event]:
-    """Yield a range for each run of neighbours that share their modules, at each depth of these."""
-    threads: dict[Any, list[tuple[tuple[str, ...], Event]]] = {}
-    for event in whole:
-        number = _number(event) if str(event["name"]).startswith(NODE) else None
-        if number is not None:
-            threads.setdefault((event.get("pid"), event.get("tid")), []).append((modules.get(number, ()), event))
-    for nodes in threads.values():
-        for depth in range(1, max(len(path) for path, _ in nodes) + 1):
-            for path, neighbours in groupby(nodes, lambda node, depth=depth: node[0][:depth]):
-                events = [event for _, event in neighbours]
-                if len(path) == depth:
-                    place = {key: events[0][key] for key in ("pid", "tid", "ts")}
-                    end = max(event["ts"] + event["dur"] for event in events)
-                    name = {"ph": "X", "cat": "user_annotation", "name": BACKWARD + path[-1], "args": {}}
-                    yield {**name, **place, "dur": end - place["ts"]}
 
 
 def _name_collectives(whole: Sequence[Event], collectives: Sequence[Issued], base_ns: float, world_axis: str) -> None:

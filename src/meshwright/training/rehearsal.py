@@ -295,6 +295,13 @@ def rehearse(
             first_line = next(iter(str(error).strip().splitlines()), "")
             return Rehearsal(rank, world, refused=f"{type(error).__name__}: {first_line}", exit_status=1)
         run.feed.loader.close()
+    sums: dict[tuple[str, str, int], tuple[int, float, float]] = {}  # of messages, by kind and axis
+    for op, ranks, larger, sent in observed.messages:
+        if len(ranks) > 1:  # a message to oneself is none
+            key = op, axes_among(run.plan, ranks), len(ranks)
+            calls, moved, foreseen = sums.get(key, (0, 0.0, 0.0))
+            taken = 0.0 if machines is None else message_s(op, ranks, larger, machines)
+            sums[key] = calls + 1, moved + sent, foreseen + taken
     return Rehearsal(
         rank,
         run.plan.world,
@@ -308,7 +315,7 @@ def rehearse(
         peak_bytes=observed.peak.peak,
         peak_label=observed.peak.label,
         operators=dict(Counter(name for name, _ in observed.operators)),
-        messages=tuple(_rows(run.plan, observed.messages, machines)),
+        messages=tuple(MessageRow(*key, *figures) for key, figures in sums.items()),
         links="" if machines is None else machines.words,
     )
 
@@ -344,18 +351,6 @@ def places(plan: Plan, rank: int) -> dict[str, int]:
     """Return a rank's place on the axes larger than 1."""
     sizes = dict(plan.mesh) | dict(plan.experts.mesh if plan.experts is not None else ())
     return {str(axis): place for axis, place in coordinates(plan, rank).items() if sizes.get(axis, 1) > 1}
-
-
-def _rows(plan: Plan, messages: tuple[Message, ...], machines: Machines | None) -> Iterator[MessageRow]:
-    """Add messages up by kind and axis; a message to oneself is none."""
-    found: dict[tuple[str, str, int], tuple[int, float, float]] = {}
-    for op, ranks, larger, sent in messages:
-        if len(ranks) > 1:
-            key = op, axes_among(plan, ranks), len(ranks)
-            calls, moved, seconds = found.get(key, (0, 0.0, 0.0))
-            taken = 0.0 if machines is None else message_s(op, ranks, larger, machines)
-            found[key] = calls + 1, moved + sent, seconds + taken
-    yield from (MessageRow(*key, *figures) for key, figures in found.items())
 
 
 # --- rehearse ranks one after the other, each in a process of its own, so that memory and errors are that rank's

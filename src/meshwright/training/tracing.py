@@ -171,7 +171,14 @@ class TraceCheck:
         wrong = (mine != there.batch).sum() if mine.shape == there.batch.shape else torch.tensor(len(mine))
         rows = agree.total(torch.stack([wrong.double(), torch.tensor(float(len(mine)))]), self._groups)
         self._found.append(Difference("batch", "", (rows[0] / rows[1]).item(), 0.0, step=self._step))
-        self._parts |= self._shared_out()
+        # modules whose output is cut along features or behind heads, or is whole on no rank
+        shapes, seen, tensor = self.trace.shapes, self._observed.shapes, self.r.plan.tensor
+        is_part = [seen.get(name) == () for name in shapes]
+        if self._tensor or self._parts_of_rows:
+            is_part = [shape != seen.get(name, shape) for name, shape in shapes.items()]
+        flags = agree.largest_each(torch.tensor(is_part, dtype=torch.float64)).tolist()
+        self._parts |= {name for name, flag in zip(shapes, flags, strict=True) if flag}
+        self._parts |= set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
         forward, backward = self._observed.rows()
         self._of_rows("forward", forward, there, floors)
         self._of_number("loss", float(loss), there.loss, floors)
@@ -220,10 +227,16 @@ class TraceCheck:
         whole = [mine]
         for groups in filter(None, (self._tensor, self._parts_of_rows)):
             whole += [agree.total(part.clone(), groups) for part in whole]
-        found_errors, ranks = zip(*(self._row_errors(part, values, seen) for part in whole), strict=True)
-        errors, ranks = found_errors[0], ranks[0]
+        of_wholes, of_ranks = [], []
+        for part in whole:  # each module's relative error over all rows, and the number of ranks that have rows of it
+            off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (part - values, values))
+            words = torch.stack([off.nan_to_num(math.inf) * seen, size * seen, seen.double()]).nan_to_num(0.0)
+            off, size, ranks = agree.total(words, [*self._groups, *self._stages])
+            of_wholes.append((off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt())
+            of_ranks.append(ranks)
+        errors, ranks = of_wholes[0], of_ranks[0]
         if len(whole) > 1:
-            errors = agree.largest_each(torch.stack(found_errors)).amin(0)
+            errors = agree.largest_each(torch.stack(of_wholes)).amin(0)
         for name, error, n in zip(names, errors.tolist(), ranks.tolist(), strict=True):
             if name in self._parts:
                 continue
@@ -231,25 +244,6 @@ class TraceCheck:
                 self._unobserved.add(name)
             else:
                 self._add(stage, name, error if n == self.r.plan.data_ranks else math.inf, floors.get(stage, {}))
-
-    def _row_errors(self, mine: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each module's relative error over all rows, and the number of ranks that observed rows of it."""
-        off, size = ((tensor.double() ** 2).flatten(1).sum(1) for tensor in (mine - values, values))
-        words = torch.stack([off.nan_to_num(math.inf) * seen, size * seen, seen.double()]).nan_to_num(0.0)
-        off, size, ranks = agree.total(words, [*self._groups, *self._stages])
-        return (off / size.clamp(min=max(1e-12 * size.sum().item(), 1e-300))).sqrt(), ranks
-
-    def _shared_out(self) -> set[str]:
-        """Return the modules whose output is cut along features or behind heads, or is whole on no rank."""
-        shapes = self.trace.shapes
-        is_cut = [shapes[name] != self._observed.shapes.get(name, shapes[name]) for name in shapes]
-        is_absent = [self._observed.shapes.get(name) == () for name in shapes]
-        found = agree.largest_each(
-            torch.tensor(is_cut if self._tensor or self._parts_of_rows else is_absent, dtype=torch.float64)
-        )
-        tensor = self.r.plan.tensor
-        summed = set() if tensor is None else {path for kind in tensor.kinds for path in kind.summed_outputs()}
-        return {name for name, flag in zip(shapes, found.tolist(), strict=True) if flag} | summed
 
     def _of_tensors(
         self, stage: str, found: Mapping[str, Tensor], sketches: Sketches, floors: Mapping[str, Mapping[str, float]]

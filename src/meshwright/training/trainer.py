@@ -188,7 +188,17 @@ class _Loop:
             return 0
         self.r.model.learn_documents()
         self.teller.header()
-        self._begin()
+
+        def begin() -> None:
+            before = read_request(self.folder.path, RESOLVED)
+            self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
+            if self.at.step or self.teller.trackers.has_past:  # metrics of steps that will be repeated are abandoned
+                self.teller.trackers.resumed(self.at.step)
+            self.teller.begin(before or self.config)
+            shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # from an attempt that was killed
+
+        agree.together(in_words(begin, f"cannot write in {self.folder.path}"), here=is_rank_zero())
+        self.heartbeat.settle(self.folder.heartbeats)
         tokens = min(self.config.sample.tokens, UNTRAINED_TOKENS)
         if is_demo(self.config) and tokens and not self.at.step and not self.r.plan.compiled:
             self.untrained = self._continue_prompt(tokens)
@@ -225,20 +235,6 @@ class _Loop:
             else:
                 self.checkpoints.keep()
         return self._close(stopped)
-
-    def _begin(self) -> None:
-        """Write the run's facts to its folder, and mark metrics of steps that will be repeated as abandoned."""
-
-        def write() -> None:
-            before = read_request(self.folder.path, RESOLVED)
-            self.folder.write_facts(self.config, self.r.identity, self.r.plan.to_json(), self.r.tokenizer)
-            if self.at.step or self.teller.trackers.has_past:
-                self.teller.trackers.resumed(self.at.step)
-            self.teller.begin(before or self.config)
-            shutil.rmtree(self.folder.heartbeats, ignore_errors=True)  # from an attempt that was killed
-
-        agree.together(in_words(write, f"cannot write in {self.folder.path}"), here=is_rank_zero())
-        self.heartbeat.settle(self.folder.heartbeats)
 
     def _is_due(self, every: int) -> bool:
         return (bool(every) and self.at.step % every == 0) or self.at.step == self.config.steps
@@ -287,20 +283,18 @@ class _Loop:
         loads = self.r.model.expert_load() if self._is_due(self.config.logging.every) else []
         report = self.teller.measured(rate, loss, result, seconds, loads)
         if "first step" not in self.timeline.seconds:
-            self._after_first_step(seconds)
+            self.timeline.record("first step", seconds)
+            self.peers.begin_steps(self.config.process.step_timeout_sec)
+            begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
+            self.teller.say(f"start-up: {self.timeline.line()}")
+            self.teller.started(self.timeline.seconds)
+            if self.r.plan.compiled and (breaks := graph_breaks_text()):
+                self.teller.say(breaks)
+            if message := self.memory.first_step_report():
+                self.teller.say(message)
+                kinds = {held.value: size for held, size in self.memory.found.items()}
+                self.teller.event("memory", kinds, self.at.step)
         return report
-
-    def _after_first_step(self, seconds: float) -> None:
-        self.timeline.record("first step", seconds)
-        self.peers.begin_steps(self.config.process.step_timeout_sec)
-        begin_steps(self.r.model.mesh, self.config.process.step_timeout_sec)
-        self.teller.say(f"start-up: {self.timeline.line()}")
-        self.teller.started(self.timeline.seconds)
-        if self.r.plan.compiled and (breaks := graph_breaks_text()):
-            self.teller.say(breaks)
-        if message := self.memory.first_step_report():
-            self.teller.say(message)
-            self.teller.event("memory", {held.value: size for held, size in self.memory.found.items()}, self.at.step)
 
     def _refuse_to_skip_on(self) -> None:
         limit, skipped = self.config.optimizer.max_skipped_steps, self.at.skipped_in_a_row

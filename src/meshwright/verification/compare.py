@@ -248,11 +248,9 @@ class _Judge:
         for step in reference.seen[0].forward:
             by_rank = [seen.recomputed[step] for seen in found.seen]
             for name in reference.seen[0].forward[step]:
-                errors = [errors[name] for errors in by_rank if name in errors]
-                if errors:
-                    yield worst(
-                        "recomputed", name, [errors.get(name, 0.0) for errors in by_rank], self.bound(0.0), step
-                    )
+                if any(name in errors for errors in by_rank):
+                    own = [errors.get(name, 0.0) for errors in by_rank]
+                    yield worst("recomputed", name, own, self.bound(0.0), step)
 
     def sketches(self, found: Outcome, reference: Reference) -> Iterator[Difference]:
         """Compare every rank's state, also where replicas should be equal."""

@@ -164,20 +164,17 @@ def random_differences(drawn: list[Seen], known: Nature) -> list[Difference]:
         first, *others = (rank for rank, one in enumerate(drawn) if one.place == place)
         if not others:
             continue
-        errors = {
-            name: max(_error(named, rows[rank].get(name)) for rank in others)
-            for name, named in rows[first].items()
-            if drawn[first].shapes[name] == known.shapes.get(name)
-        }
-        error = errors.get(ROOT, 0.0)
-        name = next(name for name, error in errors.items() if error > ROUNDED) if error > ROUNDED else ROOT
+        apart: dict[str, float] = {}
+        for name, own in rows[first].items():
+            if drawn[first].shapes[name] == known.shapes.get(name):
+                theirs = [rows[rank][name] for rank in others if name in rows[rank]]
+                comparable = [other for other in theirs if other.shape == own.shape]
+                apart[name] = max((relative_error(other, own) for other in comparable), default=0.0)
+        error = apart.get(ROOT, 0.0)
+        name = next(name for name, error in apart.items() if error > ROUNDED) if error > ROUNDED else ROOT
         ranks = (first, *others) if error > ROUNDED else ()
         found.append(Difference("alike", name, error, ROUNDED, ranks=ranks))
     return found
-
-
-def _error(one: Tensor, other: Tensor | None) -> float:
-    return 0.0 if other is None or one.shape != other.shape else relative_error(other, one)
 
 
 def _equal_rows(one: Tensor | None, other: Tensor | None) -> float:

@@ -113,8 +113,7 @@ class Heartbeat:
         self.phase = phase
         if step is not None:
             self.step = step
-        if self._file is not None:
-            self._write(self._file, self._first_line(), 0)
+        self._write_first_line()
 
     def know(self, modules: Iterable[tuple[str, object]], part: str = "") -> None:
         """Set the names by which modules are reported, and this rank's part of the model."""
@@ -134,15 +133,14 @@ class Heartbeat:
             except OSError:
                 return
             self.folder = folder
-            self._write(self._file, self._first_line(), 0)
+            self._write_first_line()
         self.look()
 
     def fail(self, error: BaseException) -> None:
         """Record the error that ends this rank as its last words; the file stays."""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         self.last_words = words[:LAST_WORDS]
-        if self._file is not None:
-            self._write(self._file, self._first_line(), 0)
+        self._write_first_line()
 
     def look(self) -> None:
         """Record the stack, module and collective of the training thread, in this thread or another.
@@ -151,7 +149,7 @@ class Heartbeat:
         """
         stack, self.module, watched = [], "", self._watched
         if watched is not None and threading.get_ident() == watched.thread:
-            frames = own_frames(sys._getframe())
+            frames = list(_outwards([sys._getframe()]))
             stack, self.module = list(map(PLACE, frames)), first_word(frames, self._module_of)
         elif watched is not None:
             stack, is_still = watched.read()
@@ -160,7 +158,8 @@ class Heartbeat:
         text = json.dumps({**record, "collective": self.collective, "stack": stack[::-1]}).encode() + b"\n"
         with self._lock:  # otherwise the main thread could close the file, and another file reuse its number
             if self._file is not None:
-                self._write(self._file, text, FIRST_LINE)
+                with suppress(OSError):
+                    os.pwrite(self._file, text, FIRST_LINE)
                 with suppress(OSError):
                     os.ftruncate(self._file, FIRST_LINE + len(text))
 
@@ -205,7 +204,9 @@ class Heartbeat:
             return getattr(frame.f_locals["self"], MODULE_NAME, None) or ""
         return ""
 
-    def _first_line(self) -> bytes:
+    def _write_first_line(self) -> None:
+        if (file := self._file) is None:
+            return
         words = json.dumps(self.last_words) if self.last_words else '""'
         head = (
             f'{{"rank": {self.rank}, "host": "{self.host[:40]}", "pid": {self.pid}, "started": {self._started:.3f},'
@@ -214,11 +215,9 @@ class Heartbeat:
         room = FIRST_LINE - len(head) - 2
         if len(words) > room:
             words = json.dumps(self.last_words[: max(0, room // 6)])
-        return f"{head}{words}}}".encode().ljust(FIRST_LINE - 1)[: FIRST_LINE - 1] + b"\n"
-
-    def _write(self, file: int, text: bytes, place: int) -> None:
+        line = f"{head}{words}}}".encode().ljust(FIRST_LINE - 1)[: FIRST_LINE - 1] + b"\n"
         with suppress(OSError):
-            os.pwrite(file, text, place)
+            os.pwrite(file, line, 0)
 
     def _leave(self, keep: bool = False) -> None:
         if self._file is None or self.folder is None:
@@ -324,29 +323,22 @@ def condition(record: Record, now: float) -> str:
     return "which waits" if record.collective else "which runs but does not come"
 
 
-def stack_text(record: Record, now: float) -> str:
-    """Return the stack of a record, with source lines where this host has them."""
-    seen = f"looked at {time.ctime(record.time)}, in step {record.looked_at_step}"
-    lines = [f"{name_of(record)}, {condition(record, now)}, {whereabouts(record)}; {seen}:"]
-    for file, line, function in record.stack:
-        lines.append(f'  File "{file}", line {line}, in {function}')
-        if source := linecache.getline(file, line).strip():
-            lines.append(f"    {source}")
-    return "\n".join(lines)
-
-
 def write_stacks(folder: Path, stall: Stall) -> Path | None:
-    """Write the last known stacks to a file in ``folder``, those of the stalled ranks first, and return its path.
-
-    None if the file cannot be written.
+    """Write the last known stacks to a file in ``folder``, those of the stalled ranks first, with source lines where
+    this host has them; return its path, None if the file cannot be written.
     """
     ranks = "-".join(str(record.rank) for record in stall.culprits[:4]) or "all"
     path = folder / f"stalled-rank{ranks}-step{stall.waiting[0].step}.txt"
-    text = "\n\n".join(
-        [stall.sentence, *(stack_text(record, time.time()) for record in [*stall.culprits, *stall.waiting])]
-    )
+    lines, now = [stall.sentence], time.time()
+    for record in [*stall.culprits, *stall.waiting]:
+        seen = f"looked at {time.ctime(record.time)}, in step {record.looked_at_step}"
+        lines += ["", f"{name_of(record)}, {condition(record, now)}, {whereabouts(record)}; {seen}:"]
+        for file, line, function in record.stack:
+            lines.append(f'  File "{file}", line {line}, in {function}')
+            if source := linecache.getline(file, line).strip():
+                lines.append(f"    {source}")
     with suppress(OSError):
-        path.write_text(text + "\n")
+        path.write_text("\n".join(lines) + "\n")
         return path
     return None
 
@@ -452,11 +444,6 @@ class ThreadStack:
 
 
 PLACE: Callable[[FrameType], Place] = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
-
-
-def own_frames(frame: FrameType) -> list[FrameType]:
-    """Return a frame of the calling thread and those around it, the innermost first."""
-    return list(_outwards([frame]))
 
 
 def first_word(frames: Iterable[FrameType], word_of: Callable[[FrameType], str]) -> str:

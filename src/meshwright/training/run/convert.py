@@ -150,7 +150,6 @@ def convert(
         ConfigError: ``out`` exists and is not empty, or as ``weights_beside_adapters`` does.
         IntegrityError: the checkpoint is damaged.
     """
-    code = ""
     weights = weights_beside_adapters(folder, config, base) if form == "merged" or base is not None else None
     made = of_hugging_face(folder, config) if like is None else like
     plain, kind, named = as_module(made.source), made.source.auto_class.__name__, str(base or config.model.hf)
@@ -164,10 +163,18 @@ def convert(
             else:
                 size = export_tensors(checkpoint, partial, plain, made.made_of, dtype)
             complete(partial, plain, made.config, dtype or dtype_of(checkpoint))
-        has_tokenizer = _copy_small_files(folder, partial, TOKENIZER_FILES if form == "adapter" else ("*",))
-    if form == "adapter":
-        code = code_to_read(checkpoint, out, plain, kind, named)
-    return ExportedModel(out, checkpoint, size, has_tokenizer, kind, code)
+        model, own = folder / FOLDER, folder / TOKENIZER
+        kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
+        if own.is_dir():
+            both = [place / "tokenizer.json" for place in (own, model)]
+            if not (all(file.is_file() for file in both) and both[0].read_bytes() == both[1].read_bytes()):
+                kept = {name: path for name, path in kept.items() if not any(map(path.match, TOKENIZER_FILES))}
+            kept |= {path.name: path for path in own.iterdir()}
+        for name, path in kept.items():
+            if any(map(path.match, TOKENIZER_FILES if form == "adapter" else ("*",))):
+                shutil.copyfile(inside(path.parent, name), partial / name)
+    code = code_to_read(checkpoint, out, plain, kind, named) if form == "adapter" else ""
+    return ExportedModel(out, checkpoint, size, "tokenizer.json" in kept, kind, code)
 
 
 @contextmanager
@@ -206,21 +213,6 @@ def dtype_of(checkpoint: Location) -> str:
     """Return the dtype of a checkpoint's weights, by name."""
     tensors = Manifest.read(checkpoint).tensors
     return next(entry.dtype for key, entry in tensors.items() if key.startswith("model.") and "float" in entry.dtype)
-
-
-def _copy_small_files(run: Path, out: Path, only: tuple[str, ...] = ("*",)) -> bool:
-    """Copy small files of a run's model and tokenizer with such names; return whether there is a tokenizer."""
-    model, own = run / FOLDER, run / TOKENIZER
-    kept = {path.name: path for path in model.iterdir() if path.name != CONFIG} if model.is_dir() else {}
-    if own.is_dir():
-        both = [folder / "tokenizer.json" for folder in (own, model)]
-        if not (all(file.is_file() for file in both) and both[0].read_bytes() == both[1].read_bytes()):
-            kept = {name: path for name, path in kept.items() if not any(map(path.match, TOKENIZER_FILES))}
-        kept |= {path.name: path for path in own.iterdir()}
-    kept = {name: path for name, path in kept.items() if any(map(path.match, only))}
-    for name, path in kept.items():
-        shutil.copyfile(inside(path.parent, name), out / name)
-    return "tokenizer.json" in kept
 
 
 # --- convert a folder that ``meshwright.save`` wrote in a loop of the user's own

@@ -123,9 +123,19 @@ class RunFolder:
         """
         run = config.run or run_of_requeued_job(config)
         if not run:
-            folder = cls(_new_folder(Path(config.out).expanduser(), config.name))
-            note_job(folder.path, config)
-            return folder
+            parent = Path(config.out).expanduser()
+            stamp = f"slurm{job_number()}" if job_number() else time.strftime("%Y%m%d-%H%M%S")
+            for attempt in range(1000):
+                path = parent / (f"{config.name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+                try:
+                    path.mkdir(parents=True)
+                except FileExistsError:
+                    continue
+                except OSError as error:
+                    raise ConfigError(f"out = {parent}: cannot make a run folder there ({error})") from None
+                note_job(path, config)
+                return cls(path)
+            raise ConfigError(f"out = {parent}: a thousand runs named {config.name} started this second")
         folder = cls(Path(run).expanduser())
         folder.check_identity(identity, other_data)
         try:
@@ -167,20 +177,6 @@ class RunFolder:
         keep_model(config, self.path)
 
 
-def _new_folder(parent: Path, name: str) -> Path:
-    stamp = f"slurm{job_number()}" if job_number() else time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(1000):
-        path = parent / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(f"out = {parent}: cannot make a run folder there ({error})") from None
-    raise ConfigError(f"out = {parent}: a thousand runs named {name} started this second")
-
-
 def changes(there: Any, now: Any, key: str = "") -> Iterator[str]:
     """Describe each value that changed, by its dotted key, and of a list the first; both arguments are JSON values."""
     if isinstance(there, dict) and isinstance(now, dict):
@@ -209,14 +205,33 @@ def describe_run(path: Path, config: Config) -> str:
             rows.append(("data", f"{name}: {', '.join(part.source)}, weight {part.weight:g} ({known['data'][:12]})"))
     else:
         rows.append(("data", f"{', '.join(config.data.source)} ({str(key)[:12]})"))
-    rows += [("seed", str(config.seed)), ("progress", _progress(path, config))]
+    metrics = path / "metrics.jsonl"
+    steps = [row for row in read_metrics(metrics) if "loss" in row] if metrics.is_file() else []
+    progress = f"no step yet, of {config.steps}"
+    if steps:
+        last = steps[-1]
+        progress = f"step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens"
+        progress += f", loss {last['loss']:.4f}"
+        validation = next((row["validation_loss"] for row in reversed(steps) if "validation_loss" in row), None)
+        progress += f", validation loss {validation:.4f}" if validation is not None else ""
+    rows += [("seed", str(config.seed)), ("progress", progress)]
     latest = None
     try:
         latest = folder.checkpoints.latest()
     except IntegrityError as error:
         rows.append(("latest", str(error)))
     for where in map(folder.checkpoints.of_step, folder.checkpoints.steps()):
-        rows.append(("checkpoint", f"{_checkpoint(where)}{'  (latest)' if where == latest else ''}"))
+        text = f"{place_of(where)[1]}: "
+        try:
+            manifest = Manifest.read(where)
+        except IntegrityError as error:
+            text += str(error)
+        else:
+            parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
+            text += f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors, "
+            size = sum(entry.bytes for entry in manifest.files.values())
+            text += f"{bytes_text(size)} in {len(manifest.files)} files"
+        rows.append(("checkpoint", f"{text}{'  (latest)' if where == latest else ''}"))
     for left in folder.checkpoints.half_written():
         rows.append(("half done", f"{place_of(left)[1]}: an interrupted save, never used"))
     plan = path / "plan.json"
@@ -239,28 +254,3 @@ def describe_hugging_face(path: Path, *, trusted: bool = False) -> str:
     else:
         lines.append("  weights: none beside the config")
     return "\n".join(lines)
-
-
-def _progress(path: Path, config: Config) -> str:
-    metrics = path / "metrics.jsonl"
-    rows = [row for row in read_metrics(metrics) if "loss" in row] if metrics.is_file() else []
-    if not rows:
-        return f"no step yet, of {config.steps}"
-    last = rows[-1]
-    validation = next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None)
-    held_out = f", validation loss {validation:.4f}" if validation is not None else ""
-    return (
-        f"step {last['step']} of {config.steps}, {count_text(last['tokens'])} tokens, loss {last['loss']:.4f}{held_out}"
-    )
-
-
-def _checkpoint(folder: Location) -> str:
-    name = place_of(folder)[1]
-    try:
-        manifest = Manifest.read(folder)
-    except IntegrityError as error:
-        return f"{name}: {error}"
-    parameters = sum(1 for key in manifest.tensors if key.startswith("model."))
-    size = sum(entry.bytes for entry in manifest.files.values())
-    inside = f"{parameters} parameters and buffers, {len(manifest.tensors)} tensors"
-    return f"{name}: {inside}, {bytes_text(size)} in {len(manifest.files)} files"

@@ -59,7 +59,15 @@ class ComparedRun:
             IntegrityError: a line of its metrics was not written by meshwright.
         """
         history = read_history(folder / NAME)
-        layout = history.layout or _layout(folder, config)
+        layout = history.layout
+        if not layout:
+            try:
+                plan = read_object(folder / "plan.json")  # as JSON: the class imports torch, which takes seconds
+                axes = [(str(axis), int(size)) for axis, size in plan["mesh"]]
+                axes += [("ep", int(plan["experts"]["ranks"]))] if plan.get("experts") else []
+                layout = " × ".join(f"{axis}={size}" for axis, size in axes if size > 1) or "one process"
+            except (OSError, IntegrityError, KeyError, TypeError, ValueError):
+                layout = str(config.layout)
         return cls(label, folder, config, history, RunState.of(folder, config, history), layout)
 
     def losses(self, by: str) -> list[tuple[float, float]]:
@@ -71,17 +79,6 @@ class ComparedRun:
         """Return the last training loss at or before a place; None where there is none."""
         before = [value for at, value in self.losses(by) if place is not None and at <= place]
         return before[-1] if before else None
-
-
-def _layout(folder: Path, config: Config) -> str:
-    """Return the mesh in words, as ``dp_shard=2 × tp=2``; axes of one rank are left out."""
-    try:
-        plan = read_object(folder / "plan.json")  # as JSON: the class imports torch, which takes seconds
-        axes = [(str(axis), int(size)) for axis, size in plan["mesh"]]
-        axes += [("ep", int(plan["experts"]["ranks"]))] if plan.get("experts") else []
-    except (OSError, IntegrityError, KeyError, TypeError, ValueError):
-        return str(config.layout)
-    return " × ".join(f"{axis}={size}" for axis, size in axes if size > 1) or "one process"
 
 
 Value = Callable[[History], float | None]

@@ -163,47 +163,38 @@ class LiveProgress(Progress):
         report, width = self._report, self._console.width
         if report is None:
             return Text("waiting for the first step ...", style="dim")
-        figures = _figures(report, width)
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        done, total = report.step, report.total_steps
+        step = Text.assemble(("step ", "dim"), (f"{done:,}", "bold"), (f" / {total:,}", "dim"))
+        rest = "done" if done >= total else report.eta_text()
+        end = Text.assemble(f"{100 * done / total:3.0f} %", (f"  {rest}" if rest else "", "dim"))
+        filled = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green")
+        bar.add_row(step, filled if width >= 44 else "", end)
+        pairs = report.figures()
+        columns = max(1, min(4, width // _FIGURE_WIDTH, len(pairs)))
+        figures = Table.grid(padding=(0, 1))
+        for _ in range(columns):
+            figures.add_column(style="dim", no_wrap=True)
+            figures.add_column(no_wrap=True, min_width=11)
+        cells: list[Text] = []
+        for label, value in pairs:
+            is_bad = label == "skipped" or (label == "loss" and not math.isfinite(report.loss))
+            style = "not dim bold red" if is_bad else "not dim bold" if label in ("loss", "val loss") else "not dim"
+            cells += [Text(label), Text(value, style=style)]
+        for start in range(0, len(cells), 2 * columns):
+            figures.add_row(*cells[start : start + 2 * columns])
         bars, ends = self._curve.draw(max(min(width // 2, 60), 8)), (self._first_loss, report.loss)
         words = ("loss ", "dim"), (bars, "cyan"), f"  {ends[0]:.3f}", (" → ", "dim"), f"{ends[1]:.3f}"
         curve = Text.assemble(*words, no_wrap=True, overflow="crop")
-        parts: list[RenderableType] = [_bar_line(report, width), "", figures, "", curve]
+        parts: list[RenderableType] = [bar, "", figures, "", curve]
         # 3: the blank line and head of the table, and the line on which the cursor rests.
         room = self._console.height - figures.row_count - 4 - 3
         if room > 0 and self._history:
             parts += ["", _history(list(self._history)[-room:], width)]
         return Group(*parts)
-
-
-def _bar_line(report: StepReport, width: int) -> Table:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
-    step = Text.assemble(("step ", "dim"), (f"{report.step:,}", "bold"), (f" / {report.total_steps:,}", "dim"))
-    share = 100 * report.step / report.total_steps
-    rest = "done" if report.step >= report.total_steps else report.eta_text()
-    end = Text.assemble(f"{share:3.0f} %", (f"  {rest}" if rest else "", "dim"))
-    bar = ProgressBar(total=report.total_steps, completed=report.step, complete_style="cyan", finished_style="green")
-    grid.add_row(step, bar if width >= 44 else "", end)
-    return grid
-
-
-def _figures(report: StepReport, width: int) -> Table:
-    pairs = report.figures()
-    columns = max(1, min(4, width // _FIGURE_WIDTH, len(pairs)))
-    grid = Table.grid(padding=(0, 1))
-    for _ in range(columns):
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True, min_width=11)
-    cells: list[Text] = []
-    for label, value in pairs:
-        is_bad = label == "skipped" or (label == "loss" and not math.isfinite(report.loss))
-        style = "not dim bold red" if is_bad else "not dim bold" if label in ("loss", "val loss") else "not dim"
-        cells += [Text(label), Text(value, style=style)]
-    for start in range(0, len(cells), 2 * columns):
-        grid.add_row(*cells[start : start + 2 * columns])
-    return grid
 
 
 def _history(reports: Sequence[StepReport], width: int) -> Table:

@@ -118,12 +118,6 @@ class History:
         """Return the last value of a series, None where there is none."""
         return self.of(name).last
 
-    def rises(self, name: str) -> list[int]:
-        """Return the steps at which a count rose."""
-        series = self.of(name)
-        places = zip(series.steps, series.values, (0.0, *series.values), strict=False)
-        return [step for step, now, before in places if now > before]
-
     def note(self, step: int, line: dict[str, Any]) -> None:
         """Add the figures of a step."""
         for name, value in line.items():
@@ -348,7 +342,10 @@ def curves_section(figures: Sequence[Figure]) -> list[str | Sequence[Figure]]:
 
 def _figures(history: History) -> Iterator[Figure]:
     resumed = [event["step"] for event in history.events if event["event"] == "resume" and event["step"] > 0]
-    marks = [("resume", resumed[-MOST_MARKS:]), ("skipped", history.rises("skipped")[:MOST_MARKS])]
+    skips = history.of("skipped")
+    counts = zip(skips.steps, skips.values, (0.0, *skips.values), strict=False)
+    skipped = [step for step, now, before in counts if now > before]
+    marks = [("resume", resumed[-MOST_MARKS:]), ("skipped", skipped[:MOST_MARKS])]
     for name, one in quantities(history).items():
         labels = {name: one.curve} if one.curve else {}
         if name == "loss":
@@ -393,6 +390,12 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
     keys = {key: (shown, usual) for key, shown, usual in config_rows(read_request(folder) or config)}
     keys |= {key: (over_steps(then), keys.get(key, ("", ABSENT))[1]) for key, then in history.changes.items()}
     changed = [[key, shown, usual] for key, (shown, usual) in keys.items() if shown != usual]
+    sample = []
+    if (found := history.sample) is not None:
+        given = found.prompt if found.text.startswith(found.prompt) else ""
+        note = f"Written by the weights of step {found.step:,}{'; marked: the prompt' * bool(given)}."
+        marked = element("mark", printable(given)), printable(found.text[len(given) :])
+        sample = [element("h2", "Sample"), soft(note), element("pre", *marked, class_="sample")]
     sections = [
         element("h1", config.name),
         element("p", f"{state}{again}", class_=f"state {state.word}"),
@@ -401,7 +404,7 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
         soft(f"{thin} are drawn.") if longest > MOST_POINTS else "",
         soft(unseen) if history.left_out else "",
         *curves_section(list(_figures(history))),
-        *_sample(history.sample),
+        *sample,
         element("h2", "Set for this run"),
         table(("key", "value", "default"), changed) if changed else soft("Nothing: every key has its default."),
         *_events(history),
@@ -409,15 +412,6 @@ def page(folder: Path, config: Config, *, refresh: int = 0) -> str:
         folded("Config", table(("key", "value"), [row[:2] for row in config_rows(config)])),
     ]
     return document(config.name, sections, refresh)
-
-
-def _sample(found: TextSample | None) -> list[str]:
-    if found is None:
-        return []
-    given = found.prompt if found.text.startswith(found.prompt) else ""
-    note = f"Written by the weights of step {found.step:,}{'; marked: the prompt' * bool(given)}."
-    marked = element("mark", printable(given)), printable(found.text[len(given) :])
-    return [element("h2", "Sample"), soft(note), element("pre", *marked, class_="sample")]
 
 
 def printable(text: str) -> str:

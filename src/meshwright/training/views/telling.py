@@ -17,14 +17,13 @@ from meshwright.checkpoint.store import OWN_MEMORY
 from meshwright.core.config import to_dict
 from meshwright.core.dtypes import count_text, duration_text
 from meshwright.core.errors import MeshwrightError, command, from_here
-from meshwright.data import SourceOptions, Tokenizer, default_cache_dir, scan_sources
+from meshwright.data import default_cache_dir, scan_sources
 from meshwright.data.building import TokenisingRecipe
 from meshwright.data.cache import account_of
 from meshwright.data.corpus import TRAINING
-from meshwright.data.images import Vision
 from meshwright.data.mapped import IndexingRecipe
 from meshwright.data.options import FARMYARD
-from meshwright.data.scan import TOKEN_FORMATS, Scan
+from meshwright.data.scan import TOKEN_FORMATS
 from meshwright.distributed.experts import LayerLoad
 from meshwright.distributed.loss.preference import ACCURACIES, MARGINS
 from meshwright.distributed.optimizer.parameter_groups import trained_names
@@ -33,7 +32,7 @@ from meshwright.distributed.process.world import is_rank_zero
 from meshwright.distributed.step.part import StepLoss, StepResult
 from meshwright.planning.plan import Plan
 from meshwright.training.build import Run, build_schedule, device_name, most_tokens
-from meshwright.training.config import Config, DataConfig
+from meshwright.training.config import Config
 from meshwright.training.feed import parts_of, vision_for
 from meshwright.training.fine_tuning import chosen, is_fine_tuning, more_or_fewer
 from meshwright.training.memory import read_memory
@@ -98,7 +97,17 @@ def show_data(config: Config, documents: int, console: Console) -> None:
         title = f"{part.name} · " if config.data.mixture else ""
         console.print(Text(f"{title}{', '.join(part.source)}", style="bold"))
         show(f"  format     {scan.format}, {scan}")
-        task, lines, shown = _documents(scan, part, tokenizer, vision_for(config), config.data)
+        vision, fraction = vision_for(config), config.data.validation_fraction
+        if scan.format in TOKEN_FORMATS:
+            task, lines, shown = "text, as token ids", (), _mapped(IndexingRecipe(scan, part, tokenizer, 0.0))
+        else:
+            recipe = read = TokenisingRecipe(scan, part, tokenizer, fraction, vision)
+            task = recipe.task.name
+            if scan.format != "text":
+                why = "data.task" if part.task != "auto" else "by the columns of the first record"
+                task += f" ({why}), which reads {', '.join(recipe.task.columns)}"
+                read = TokenisingRecipe(scan, replace(part, on_bad_row="skip"), tokenizer, 0.0, vision)
+            lines, shown = account_of(recipe).lines(config.data.seq_len), _tokenised(read)
         named = f"{tokenizer!r}, vocabulary {tokenizer.vocab_size:,}"
         mark = "grey" if console.is_terminal else "[[ ]]"
         for title, line in (("task", task), ("tokenizer", named), *lines, (mark, "is read, and not learnt")):
@@ -122,21 +131,6 @@ def show_data(config: Config, documents: int, console: Console) -> None:
 
 Document = Iterable[tuple[bool, np.ndarray, str]]
 """Runs of token ids: whether they are trained on, the ids, and the name and size of their image, if they are one's."""
-
-
-def _documents(
-    scan: Scan, options: SourceOptions, tokenizer: Tokenizer, vision: Vision, data: DataConfig
-) -> tuple[str, Iterable[tuple[str, str]], Iterator[Document]]:
-    """Return the task, what becomes of the records, and the documents in order."""
-    if scan.format in TOKEN_FORMATS:
-        return "text, as token ids", (), _mapped(IndexingRecipe(scan, options, tokenizer, 0.0))
-    recipe, seq_len = TokenisingRecipe(scan, options, tokenizer, data.validation_fraction, vision), data.seq_len
-    if scan.format == "text":
-        return recipe.task.name, account_of(recipe).lines(seq_len), _tokenised(recipe)
-    why = "data.task" if options.task != "auto" else "by the columns of the first record"
-    task = f"{recipe.task.name} ({why}), which reads {', '.join(recipe.task.columns)}"
-    shown = _tokenised(TokenisingRecipe(scan, replace(options, on_bad_row="skip"), tokenizer, 0.0, vision))
-    return task, account_of(recipe).lines(seq_len), shown
 
 
 def _mapped(recipe: IndexingRecipe) -> Iterator[Document]:

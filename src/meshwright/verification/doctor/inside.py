@@ -10,7 +10,6 @@ import functools
 import json
 import multiprocessing as mp
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -161,10 +160,6 @@ def private_points() -> Told:
 
     gone = [{"path": name.path, "needed_by": name.needed_by} for name in private_names.missing()]
     return {"count": len(private_names.TABLE), "missing": gone}
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]))
 
 
 # --- try in small what a run does: two processes exchange data, and each axis trains a tiny decoder beside one process
