@@ -66,6 +66,12 @@ def test_a_run_shows_its_last_step_as_it_was(flags, tmp_path, capsys, meshwright
     assert (tmp_path / "run.svg").read_text().startswith("<svg")
 
 
+def test_a_drawing_that_cannot_be_written_is_said_in_a_sentence(tmp_path, capsys):
+    words = ["--pp", "2", "--microbatches", "4", "--svg", str(tmp_path / "no" / "a.svg")]
+    assert main(["inspect", "--schedule", "1f1b", *words]) == 2
+    assert "--svg = " in (said := capsys.readouterr().err) and "cannot write this file (No such file" in said
+
+
 def test_a_run_without_a_pipeline_has_nothing_to_show(tmp_path, capsys):
     assert main(["inspect", "--schedule", str(tmp_path)]) == 2
     assert "it is written at the end of a run with layout.pp > 1" in capsys.readouterr().err

@@ -243,6 +243,8 @@ def test_more_ranks_than_a_host_starts_are_refused(tmp_path, capsys, monkeypatch
     assert "legal are 1 to 64" in capsys.readouterr().err
     assert cli.main(["measure", str(tmp_path / "nowhere" / "machine.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    assert cli.main(["measure", str(tmp_path)]) == 2
+    assert f"{tmp_path}: cannot write this file (it is a folder)" in capsys.readouterr().err
     assert cli.main(["measure", file, "more"]) == 2
     assert "takes one file" in capsys.readouterr().err
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):

@@ -102,10 +102,14 @@ def file(tmp_path):
         ("--rank 1 --steps 0", "--steps = 0 is out of range: it must be 1 or more"),
         ("--rank one", 'rank = "one" is text; expected a whole number'),
         ("--rank 1 --device tpu", "--device = 'tpu' is none of"),
-        ("--rank 1 --json=/nowhere/found.json", "there is no folder /nowhere"),
+        (
+            "--rank 1 --json=/nowhere/found.json",
+            "--json = /nowhere/found.json: cannot write this file (there is no folder",
+        ),
+        ("--rank 1 --json=/", "--json = /: cannot write this file (it is a folder)"),
         ("--rank 1 --layout.dp_shard=-1", "the layout leaves open how many ranks there are"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_each_refusal_is_a_sentence_before_anything_is_computed(file, capsys, words, refusal):
     assert cli.main(["rehearse", file, *words.split()]) == 2

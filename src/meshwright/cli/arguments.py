@@ -170,8 +170,8 @@ def _refuse_given(path: str, kind: str, flags: dict[str, object]) -> None:
             raise ConfigError(f"{flag} does not go with {path}, which is {kind}: leave {flag} out")
 
 
-def check_page(target: Path) -> None:
-    """Raise ConfigError where a page cannot be written to ``target``, before the work for it."""
+def check_file(target: Path, flag: str = "--html = ") -> None:
+    """Raise ConfigError where a file cannot be written to ``target``, before the work for it."""
     file = target.expanduser()
     folder = file.parent
     why = ""
@@ -182,13 +182,13 @@ def check_page(target: Path) -> None:
     elif not os.access(folder, os.W_OK | os.X_OK):
         why = f"the folder {folder} cannot be written to"
     if why:
-        raise ConfigError(f"--html = {target}: cannot write this file ({why})")
+        raise ConfigError(f"{flag}{target}: cannot write this file ({why})")
 
 
-def write_page(target: Path, text: str) -> str:
-    """Write a page in place of an older one; return what to tell the user. ConfigError where it cannot be written."""
+def write_file(target: Path, text: str, flag: str = "--html = ") -> str:
+    """Write a file in place of an older one; return what to tell the user. ConfigError where it cannot be written."""
     try:
         replace_text(target.expanduser(), text)
     except OSError as error:
-        raise ConfigError(f"--html = {target}: cannot write this file ({error.strerror or error})") from None
+        raise ConfigError(f"{flag}{target}: cannot write this file ({error.strerror or error})") from None
     return f"wrote {target}: open it in a browser"

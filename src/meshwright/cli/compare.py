@@ -15,7 +15,7 @@ from typing import Literal
 from meshwright.core.config import take_flags
 from meshwright.core.errors import ConfigError
 
-from .arguments import check_page, open_run, refuse_rest, write_page
+from .arguments import check_file, open_run, refuse_rest, write_file
 
 ABOVE = ("state", "steps", "layout")
 """Figures that stand above the table, where a long one has room."""
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
 
     by, html, as_json = options.by, options.html, options.json
     if html is not None:
-        check_page(html)
+        check_file(html)
     if not FEWEST <= len(argv) <= MOST:
         raise ConfigError(
             f"meshwright compare takes {FEWEST} to {MOST} folders of runs, not {len(argv)}: meshwright compare"
@@ -90,5 +90,5 @@ def run(argv: list[str]) -> int:
             console.print()
             console.print(shown, soft_wrap=False)
     if html is not None:
-        print(write_page(html, comparison_page(runs, by)), file=sys.stderr if as_json else sys.stdout)
+        print(write_file(html, comparison_page(runs, by)), file=sys.stderr if as_json else sys.stdout)
     return 0

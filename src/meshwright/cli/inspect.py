@@ -23,7 +23,7 @@ from meshwright.data.scan import absent, is_source
 from meshwright.introspection.adapter_request import holds_adapters
 from meshwright.models.decoder_config import SIZES
 
-from .arguments import open_run, read_config, refuse_rest, write_page
+from .arguments import open_run, read_config, refuse_rest, write_file
 
 LIVE_SECONDS = 5
 """Between two pages of a run that is being trained."""
@@ -139,7 +139,6 @@ def run(argv: list[str]) -> int:
 
 
 def _schedule(argv: list[str]) -> int:
-    from meshwright.core.files import replace_text
     from meshwright.training.views.watching import TIMES, drawn, drawn_run, schedule_of
 
     options, words = take_flags(ScheduleOptions, argv)
@@ -151,15 +150,14 @@ def _schedule(argv: list[str]) -> int:
         text, picture = drawn(schedule_of(options.schedule, options.pp, options.microbatches, options.stages_per_rank))
     print(text)
     if target is not None:
-        replace_text(target.expanduser(), picture)
-        print(f"wrote {target}: open it in a browser")
+        print(write_file(target, picture, "--svg = "))
     return 0
 
 
 def _page(name: str, target: Path) -> int:
     from meshwright.training.views.page import page
 
-    print(write_page(target, page(*open_run(name))))
+    print(write_file(target, page(*open_run(name))))
     return 0
 
 
@@ -172,12 +170,12 @@ def _live_page(name: str, target: Path, every: int) -> int:
     if not is_occupied(folder):
         print(f"{name} is not being trained: its page is written once")
         return _page(name, target)
-    print(f"{write_page(target, page(folder, config, refresh=every))}; it is rewritten every {every} s", flush=True)
+    print(f"{write_file(target, page(folder, config, refresh=every))}; it is rewritten every {every} s", flush=True)
     try:
         while is_occupied(folder):
             time.sleep(every)
-            write_page(target, page(folder, config, refresh=every))
+            write_file(target, page(folder, config, refresh=every))
     finally:
-        write_page(target, page(folder, config))
+        write_file(target, page(folder, config))
     print(f"the run has ended, and {target} is complete")
     return 0

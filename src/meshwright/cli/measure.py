@@ -18,6 +18,8 @@ from meshwright.core.config import take_flags
 from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
 
+from .arguments import check_file, write_file
+
 
 @dataclass(frozen=True)
 class MeasureOptions:
@@ -32,10 +34,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"meshwright measure takes one file to write and --ranks N, not {' '.join(argv) or 'nothing'}"
         )
-    path = Path(argv[0]).expanduser()
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}")
-    from meshwright.core.files import replace_text
+    path = Path(argv[0])
+    check_file(path, "")
     from meshwright.distributed.process.world import get_world_info
     from meshwright.distributed.setup import destroy_distributed
     from meshwright.simulation.measured import to_json
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     finally:
         destroy_distributed()
     if rank == 0:
-        replace_text(path, to_json(profile))
+        write_file(path, to_json(profile), "")
         ranks = f"{profile.ranks} rank{'s' * (profile.ranks > 1)}"
         print(f"{profile.name} ({profile.device}), {ranks}, torch {profile.torch}\n")
         for dtype in sorted({key.split()[0] for key in profile.products}):

@@ -35,7 +35,7 @@ from meshwright.training.fine_tuning import (
     of_forecast,
 )
 
-from .arguments import check_page, read_config, write_page
+from .arguments import check_file, read_config, write_file
 
 if TYPE_CHECKING:
     from meshwright.training.config import Config
@@ -109,7 +109,7 @@ def is_asked(options: PlanOptions) -> bool:
     if options.html is not None:
         if options.with_ is not None:
             raise ConfigError("--html draws what is foreseen, and --with has what was rehearsed: leave one out")
-        check_page(options.html)
+        check_file(options.html)
     return True
 
 
@@ -184,7 +184,7 @@ def forecast(config: Config, options: PlanOptions) -> int:
 
         shown, front = ([one.candidate for one in found] for found in (answer.candidates, answer.front))
         page = forecast_page(shown, front, first.toml() if answer.searched else "")
-        print(write_page(options.html, page), file=sys.stderr if options.json else sys.stdout)
+        print(write_file(options.html, page), file=sys.stderr if options.json else sys.stdout)
     return 0 if answer.chosen is not None else 1
 
 

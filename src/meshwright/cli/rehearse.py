@@ -18,7 +18,7 @@ from meshwright.core.config.ranges import FROM_1
 from meshwright.core.errors import ConfigError
 from meshwright.training.fine_tuning import of_forecast
 
-from .arguments import read_config
+from .arguments import check_file, read_config, write_file
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--rank and --each-kind are both given: ask for one rank, or for one of each kind")
     if options.rank is None and not options.each_kind:
         raise ConfigError("which rank? Give --rank 0, or --each-kind for one rank of each kind")
-    path = options.json.expanduser() if isinstance(options.json, Path) else None
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"--json = {path}: there is no folder {path.parent}")
+    path = options.json if isinstance(options.json, Path) else None
+    if path is not None:
+        check_file(path, "--json = ")
     as_json = options.json is True
     config = read_config(argv, prog="meshwright rehearse", trusted=options.trust)
     if not as_json and (taken := of_forecast(config)):
@@ -78,5 +78,5 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(to_json(found))
     if path is not None:
-        path.write_text(to_json(found))
+        write_file(path, to_json(found), "--json = ")
     return next((one.exit_status for one in found if one.refused), 0)
