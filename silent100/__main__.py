@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 BESIDE = {
     "losses-1e-2": ["losses", "--bound", "1e-2", "--serve"],
     "losses-1e-4": ["losses", "--bound", "1e-4", "--serve"],
-    "norms": ["losses", "--word", "norm", "--bound", "1e-4", "--serve"],
+    "norms": ["norms", "--serve"],
     "checksums": ["checksums", "--serve"],
     "meshwright": ["observed", "--serve"],
     "traincheck": ["traincheck"],
