@@ -46,26 +46,17 @@ def bisect(finding: Finding, runs: Iterable[Run], asked: list[str]) -> tuple[str
             if errors is None or "problem" in errors:
                 said = f"bisect: {name} cannot run again: {errors['problem'] if errors else 'it was not called'}"
                 continue
-            switch = switch_of(errors, asked)
+            rounding = 10 * max(errors["plain"], EPS)
+            is_so = {
+                "recompute": errors["twice"] > 10 * EPS,
+                "compile": errors["ran"] > max(rounding, 10 * errors["again"]),
+                "fused": errors["again"] > rounding,
+                "dtype": errors["plain"] > 1e-4,
+            }
+            switch = next((switch for switch in SWITCHES if switch in asked and is_so[switch]), "")
             far = ", ".join(f"{way} {errors[key]:.1e}" for key, way in WAYS.items())
             said = f"bisect: {name} on rank {rank} of {run.folder}, from float64: {far}"
             if switch:
                 return switch, f"{said}: {switch} makes the difference: {SWITCHES[switch]}"
             said += f": none of {', '.join(asked)} does"
     return "", said
-
-
-def switch_of(errors: dict[str, float], asked: list[str]) -> str:
-    """Return the switch that makes the difference, of those asked about; "" if none does.
-
-    Args:
-        errors: relative errors against float64, by way of running; "twice": between two runs alike.
-    """
-    rounding = 10 * max(errors["plain"], EPS)
-    is_so = {
-        "recompute": errors["twice"] > 10 * EPS,
-        "compile": errors["ran"] > max(rounding, 10 * errors["again"]),
-        "fused": errors["again"] > rounding,
-        "dtype": errors["plain"] > 1e-4,
-    }
-    return next((switch for switch in SWITCHES if switch in asked and is_so[switch]), "")

@@ -20,7 +20,7 @@ from meshwright.core.errors import ConfigError
 
 from .copied import Copied
 from .diagnosis import Diagnosis
-from .findings import Finding, Off, is_router, ranks_of
+from .findings import FLOORS, SMALL, Finding, Off, is_router, ranks_of
 from .groups import sums_a_copy
 from .passes import ROUNDING, Passes, factor, is_one
 from .settings import other_rates, wrong_draws
@@ -46,14 +46,10 @@ from .traces import (
 
 MOST_NOISE = 0.1
 """Relative error of an output that noise of the size of rounding cannot make."""
-SMALL = 0.1
-"""Relative error that a loss which is no sum over rows may have where microbatches are others."""
 SHARE = 0.25
 """Of a gradient's number, by which rounding in 16 bits may change it, where its sum leaves little."""
 MANY = 8
 """Numbers that one process moves and a rank leaves to the bit, where that is no luck of rounding."""
-FLOORS = 12.0
-"""Multiple of the error between runs of one process that still counts as rounding."""
 
 Entry = tuple[int, Place, dict[str, Any] | None, dict[str, Any]]
 """A rank, a place, what the rank has there, what one process has there."""
@@ -162,7 +158,7 @@ class Blame:
         return replace(found, words=words, unknown=self.unknown)
 
     def _first(self) -> Finding:
-        if (off := self._initial()) and not self._left_out_as_scaled(off):
+        if off := self._initial():
             return self._at(0).of_beginning(off)
         if (idle := self._never_stepped()) is not None:
             return self._at(0).finding(*idle, "not updated", "no optimizer steps it", "it has gradients")
@@ -181,19 +177,23 @@ class Blame:
             moved = self._between(step) if step and (gradients or left[0]) else []
             if moved:  # without a difference in the step it was noted earlier or later, no more
                 return self._at(step).of_beginning(moved)
-            if (drawn := self._draws(step)) is not None:
-                return drawn
+            if any(one["draws"] for one in self.many.at(step)):
+                diagnosis = self._at(step)
+                earlier = [(self.base["steps"][s], self.many.at(s)) for s in range(step)]
+                if (wrong := wrong_draws(diagnosis.passes, earlier)) is not None:
+                    place, ranks, why = wrong
+                    return diagnosis.finding(place or ".+", ranks, "seed", why, "random numbers differ")
             after = left[1] if self._has_left(step) else left[0]
             if gradients and not after and self._may_differ(step, gradients):
                 gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
                 if self.is_short and (shorter := self._at(step).of_shorter()) is not None:
                     return shorter
-                if copied := self.copied.off(step, FLOORS, SMALL):
+                if copied := self.copied.off(step):
                     seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
                     return self.copied.finding(self._at(seen), step, copied)
                 continue
-            if step and (copied := self.copied.off(step - 1, FLOORS, SMALL, everywhere=False)):
+            if step and (copied := self.copied.off(step - 1, everywhere=False)):
                 return self.copied.finding(self._at(step - 1), step - 1, copied)
             diagnosis = self._at(step)
             if (whole := self.base["steps"][step])["unseen"] and not whole["calls"]:
@@ -288,22 +288,14 @@ class Blame:
             ]
             if off:
                 return self._at(later).of_missing({o.name for o in off}, ranks_of(off), "ranks have different copies")
-            if buffers := self._unlike_buffers(later):
-                return self._at(later).finding(
-                    buffers[0], range(len(self.many.ranks)), "missing reduction", "", "ranks have different buffers"
-                )
+            first, *rest = (one.get("buffers", {}) for one in self.many.at(later))
+            for name, entry in first.items():
+                errors = [relative(vector(other[name]), vector(entry), 1e-6) for other in rest if name in other]
+                if "running_" not in name and max(errors, default=0.0) > 1e-3:
+                    ranks = range(len(self.many.ranks))
+                    return self._at(later).finding(name, ranks, "missing reduction", "", "ranks have different buffers")
         words = f"rows, or random numbers, are others from step {step + 1} on; so ranks were compared with each other"
         return Finding("sound", words=f"{words}: they agree")
-
-    def _unlike_buffers(self, step: int) -> list[str]:
-        """List the buffers that differ between ranks after a step, but statistics of batches."""
-        first, *rest = (self.many.step(rank, step).get("buffers", {}) for rank in range(len(self.many.ranks)))
-        return [
-            name
-            for name, entry in first.items()
-            for other in rest
-            if "running_" not in name and name in other and relative(vector(other[name]), vector(entry), 1e-6) > 1e-3
-        ]
 
     def _is_small(self, step: int, gradients: list[Off], after: list[Off]) -> bool:
         """Return whether differences are as small as other batches make in a loss that is no sum over rows."""
@@ -320,23 +312,11 @@ class Blame:
             return False
         return None in [factor(o.found, o.whole) for o in gradients if o.found is not None and o.whole is not None]
 
-    def _draws(self, step: int) -> Finding | None:
-        every = range(len(self.many.ranks))
-        if not any(self.many.step(rank, step)["draws"] for rank in every):
-            return None
-        diagnosis = self._at(step)
-        earlier = [(self.base["steps"][s], [self.many.step(rank, s) for rank in every]) for s in range(step)]
-        if (wrong := wrong_draws(diagnosis.passes, earlier)) is None:
-            return None
-        place, ranks, why = wrong
-        return diagnosis.finding(place or ".+", ranks, "seed", why, "random numbers differ")
-
     def _steps_alone(self, step: int) -> list[int]:
         """List the ranks that step where one process and other ranks leave the update out and go on to other rows."""
-        ranks, steps = range(len(self.many.ranks)), [*self.base["steps"], NOTHING]
-        now, later = map(rows_given, steps[step : step + 2])
-        found = [rank for rank in ranks if rows_given(self.many.step(rank, step + 1)) & now - later]
-        n_calls = [len(self.many.step(rank, step)["calls"]) for rank in ranks]
+        now, later = map(rows_given, [*self.base["steps"], NOTHING][step : step + 2])
+        found = [rank for rank, one in enumerate(self.many.at(step + 1)) if rows_given(one) & now - later]
+        n_calls = [len(one["calls"]) for one in self.many.at(step)]
         most = max((n_calls[rank] for rank in found), default=0)
         rest = [n for rank, n in enumerate(n_calls) if rank not in found]
         return found if rest and min(rest) > most else []
@@ -348,14 +328,14 @@ class Blame:
             if self.many.turns or step not in steps_away(trace["steps"]):
                 continue
             back = next(n for n in range(step, len(trace["steps"])) if trace["steps"][n] is not NOTHING)
-            others = [self.many.step(n, back) for n in range(len(self.many.ranks)) if self.many.step(n, step)["after"]]
+            there = zip(self.many.at(step), self.many.at(back), strict=True)
+            others = [later for one, later in there if one["after"]]
             if not any(begins_alike(trace["steps"][back], other) for other in (self.base["steps"][back], *others)):
                 found.append(rank)
         return found
 
     def _has_left(self, step: int) -> bool:
-        every = [self.base["steps"][step], *(self.many.step(rank, step) for rank in range(len(self.many.ranks)))]
-        return all("left" in one for one in every if one["after"])
+        return all("left" in one for one in (self.base["steps"][step], *self.many.at(step)) if one["after"])
 
     def _may_differ(self, step: int, gradients: list[Off]) -> bool:
         """Return whether equal weights may come of other gradients.
@@ -369,8 +349,7 @@ class Blame:
         return self._by_hand(step) or averaged or bool(rates)
 
     def _by_hand(self, step: int) -> bool:
-        ranks = range(len(self.many.ranks))
-        return not any(rates for rank in ranks for rates in self.many.step(rank, step)["rates"].values())
+        return not any(rates for one in self.many.at(step) for rates in one["rates"].values())
 
     def _is_in_update(self, step: int, gradients: list[Off], after: list[Off]) -> bool:
         """Return whether an update by hand, which may reduce and scale what it is given, differs beyond that.
@@ -401,7 +380,10 @@ class Blame:
         return max(least, FLOORS * self.floors[step, stage, name])
 
     def _initial(self) -> list[Off]:
-        """List the parameters that differ before the first step, and those that no rank begins with."""
+        """List the parameters that differ before the first step.
+
+        Those that begin at a multiple of their values are left out, if all modules give the same for all that.
+        """
         off = self._blocks("before", 0, 0.0)
         for rank, place, entry, whole in self._entries("before", 0):
             assert entry is not None
@@ -409,21 +391,18 @@ class Blame:
             error = relative(mine, theirs)
             if error > ROUNDING.get(entry["dtype"], 5e-5) and len(mine):
                 off.append(Off(place.name, rank, mine, theirs, error, place))
-        return off
+        if not off or any(o.found is None or o.whole is None or not factor(o.found, o.whole) for o in off):
+            return off
+        passes, names = Passes(self.base, self.many, self.places, 0), {o.name for o in off}
+        roots = {pair.rank for pair in passes.pairs(("", 1))}
+        others = [{key: p for key, p in held.items() if p.name not in names} for held in self.places]
+        if len(roots) < len(others) or not all(others) or passes.first_output() is not None:
+            return off
+        self.unknown, self.places = tuple(sorted({*self.unknown, *names})), others
+        return []
 
     def _at(self, step: int) -> Diagnosis:
         return Diagnosis(self.base, self.many, self.places, step)
-
-    def _left_out_as_scaled(self, off: list[Off]) -> bool:
-        """Leave parameters out that begin at a multiple of their values, if all modules give the same for all that."""
-        passes, names = Passes(self.base, self.many, self.places, 0), {o.name for o in off}
-        roots = {pair.rank for pair in passes.pairs(("", 1))}
-        scaled = all(o.found is not None and o.whole is not None and factor(o.found, o.whole) for o in off)
-        others = [{key: p for key, p in held.items() if p.name not in names} for held in self.places]
-        if not scaled or len(roots) < len(others) or not all(others) or passes.first_output() is not None:
-            return False
-        self.unknown, self.places = tuple(sorted({*self.unknown, *names})), others
-        return True
 
     def _entries(self, stage: str, step: int, in_blocks: bool = False) -> Iterator[Entry]:
         """Go through what ranks have and one process has, too: parts that are a run along one dim, or the others."""
@@ -477,19 +456,6 @@ class Blame:
                 found += [Off(place.name, rank, own, theirs, error, place) for rank, place, own, _ in parts]
         return found
 
-    def _is_used(self, rank: int, step: int) -> set[str]:
-        """Return a rank's names of the parameters that it steps, has new gradients of, or calls the modules of."""
-        own = self.many.step(rank, step)
-        last = self.many.step(rank, step - 1)["gradients"] if step else {}
-        called = {event["module"] for event in own["forward"]}
-        return {
-            name
-            for name in own["before"]
-            if name in own["rates"]
-            or ((entry := own["gradients"].get(name)) and entry["norm"] != (last.get(name) or {}).get("norm"))
-            or name.rpartition(".")[0] in called
-        }
-
     def _even(self, rank: int, step: int, place: Place) -> Tensor | None:
         """Return where a parameter's gradients have agreed so far: Adam makes a step's size of what is rounding."""
         name = next((own for own, other in self.places[rank].items() if other == place), "")
@@ -509,10 +475,20 @@ class Blame:
     def _parameters(self, stage: str, step: int) -> list[Off]:
         """List the parameters whose change in the step differs."""
         found = self._blocks(stage, step, 0.0)
-        used = [
-            {placed[name].name for name in self._is_used(rank, step) if name in placed}
-            for rank, placed in enumerate(self.places)
-        ]
+        used: list[set[str]] = []  # those that a rank steps, has new gradients of, or calls the modules of
+        for rank, placed in enumerate(self.places):
+            own = self.many.step(rank, step)
+            last = self.many.step(rank, step - 1)["gradients"] if step else {}
+            called = {event["module"] for event in own["forward"]}
+            used.append(
+                {
+                    placed[name].name
+                    for name in own["before"].keys() & placed.keys()
+                    if name in own["rates"]
+                    or ((entry := own["gradients"].get(name)) and entry["norm"] != (last.get(name) or {}).get("norm"))
+                    or name.rpartition(".")[0] in called
+                }
+            )
         begun = {
             (rank, place.name, place.key): own_part(entry, place)
             for rank, place, entry, _ in self._entries("before", 0)

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from .diagnosis import Diagnosis
-from .findings import Finding, Off, ranks_of
+from .findings import FLOORS, SMALL, Finding, Off, ranks_of
 from .traces import Place, Run, own_part, part, places_of, relative, vector
 
 Held = dict[str, dict[str, Any]]
@@ -46,12 +46,10 @@ class Copied:
                         error = relative(vector(copy["held"][name]), vector(whole[n]["held"][place.name]))
                         self.noise[step, n, place.name] = max(error, self.noise[step, n, place.name])
 
-    def off(self, step: int, floors: float, share: float, everywhere: bool = True) -> list[tuple[Off, int]]:
+    def off(self, step: int, everywhere: bool = True) -> list[tuple[Off, int]]:
         """List the parts of copies, and the copies' numbers, that differ.
 
         Args:
-            floors: how many times what noise changes a part may differ.
-            share: the part of its change in the step by which it may differ.
             everywhere: whether no rank that holds the part has it right, since one rank may keep a copy for all.
         """
         found: dict[Any, list[tuple[Off, int]]] = defaultdict(list)
@@ -65,8 +63,8 @@ class Copied:
                     mine, theirs = own_part(copy["held"][name], place), part(whole_now[place.name], place)
                     moved, size = float((theirs - part(last[place.name], place)).norm()), float(theirs.norm())
                     error = float((mine - theirs).norm()) if mine.shape == theirs.shape else float("inf")
-                    least = max(1e-6, floors * self.noise[step, n, place.name]) * size
-                    is_off = len(mine) and moved > 0 and error > max(least, share * moved)
+                    least = max(1e-6, FLOORS * self.noise[step, n, place.name]) * size
+                    is_off = len(mine) and moved > 0 and error > max(least, SMALL * moved)
                     off = Off(place.name, rank, mine, theirs, error / max(size, 1e-300) if is_off else 0.0, place)
                     found[n, place.name, place.key].append((off, n))
         wanted = all if everywhere else any
@@ -86,20 +84,25 @@ class Copied:
             diagnosis: of the step, or of the next one if a file was read between them.
         """
         names, number, ranks = {o.name for o, _ in off}, off[-1][1], ranks_of(o for o, _ in off)
-        whole = self.whole[step][number]["held"]
-        owner = self._own(step, ranks[0], number)["owner"] or self.whole[step][number]["owner"]
+        copy = self.whole[step][number]
+        whole = copy["held"]
+        owners, are_short = [], []  # by rank; whether numbers are those of 16 bits where one process's are not
+        for rank in ranks:
+            own = _of_rank(self.many.step(rank, step)["copies"], self.whole[step], self.places[rank])[number]
+            pairs = [(own["held"][name], whole[at.name]) for name, at in _shared(own, copy, self.places[rank])]
+            owners.append(own["owner"])
+            are_short.append(any(not b["fits"] for _, b in pairs) and all(a["fits"] or b["fits"] for a, b in pairs))
+        owner = owners[0] or copy["owner"]
         place = ".".join(filter(None, [owner, off[-1][0].name if len(names) < 0.8 * len(whole) else ""])) or ".+"
         kind, why = "wrong scale", ""
         if any(map(diagnosis.resume.reads, ranks)):
             worst = max((o for o, _ in off), key=lambda o: o.error)
             kind = diagnosis.resume.kind(ranks, [whole[worst.name]["norm"]])
             why = "it was right before the run was resumed"
-        elif any(self._is_short(step, rank, number) for rank in ranks):
+        elif any(are_short):
             kind, why = "rounding/dtype", "its numbers are those of 16 bits"
         elif all(relative(o.found, part(self._last(step, n)[o.name], o.place)) < 1e-6 for o, n in off):  # type: ignore[arg-type]
-            is_late = step and len(ranks) == sum(
-                bool(self.many.step(rank, step)["after"]) for rank in range(len(self.places))
-            )
+            is_late = step and len(ranks) == sum(bool(one["after"]) for one in self.many.at(step))
             kind, why = ("stale value" if is_late else "not updated"), "it is what one process had after the last step"
         return diagnosis.finding(place, ranks, kind, why, "what is kept of the parameters, such as an average, differs")
 
@@ -107,15 +110,6 @@ class Copied:
         """Return what a copy of one process was after the step before; the first parameters where there was none."""
         last = self.whole[step - 1] if step else []
         return last[number]["held"] if number < len(last) and last[number]["held"] else self.first
-
-    def _own(self, step: int, rank: int, number: int) -> Copy:
-        return _of_rank(self.many.step(rank, step)["copies"], self.whole[step], self.places[rank])[number]
-
-    def _is_short(self, step: int, rank: int, number: int) -> bool:
-        """Return whether a rank's numbers are those of 16 bits where one process's are not."""
-        own, whole = self._own(step, rank, number), self.whole[step][number]
-        pairs = [(own["held"][name], whole["held"][at.name]) for name, at in _shared(own, whole, self.places[rank])]
-        return any(not theirs["fits"] for _, theirs in pairs) and all(a["fits"] or b["fits"] for a, b in pairs)
 
 
 def _of_rank(copies: Sequence[Copy], whole: Sequence[Copy], places: Mapping[str, Place]) -> list[Copy]:

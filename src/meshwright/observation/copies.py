@@ -65,7 +65,7 @@ def _held_by(model: nn.Module) -> Held:
 def _owners(wanted: set[int]) -> dict[int, str]:
     """Name objects as the script reaches them from its variables, like ``trainer.average``, over three attributes."""
     frame, found, seen = sys._getframe(1), dict[int, str](), set[int]()
-    every = [(name, value) for name, value in vars(sys.modules["__main__"]).items()]
+    every = [*vars(sys.modules["__main__"]).items()]
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "meshwright", "_meshwright_recorder"):
             every += frame.f_locals.items()
@@ -108,7 +108,7 @@ def _kept_beside(stepped: Held) -> list[tuple[Any, Held]]:
 
 
 def _as_copy(kept: Any, wanted: Held) -> Held:
-    """Return by name what a dict or list of tensors keeps of the wanted parameters, if it keeps all."""
+    """Return by name what a dict or list of tensors keeps of the wanted parameters, if it keeps all and near them."""
     if type(kept) is list:
         by_name = dict(zip(wanted, kept, strict=True)) if len(kept) == len(wanted) else {}
     else:
@@ -116,18 +116,13 @@ def _as_copy(kept: Any, wanted: Held) -> Held:
     if not wanted.keys() <= by_name.keys():
         return {}
     found = {name: (by_name[name], piece) for name, (_, piece) in wanted.items()}
-    return found if _is_near(found, wanted) else {}
-
-
-def _is_near(found: Held, wanted: Held) -> bool:
-    """Return whether tensors are near the parameters, and not the parameters themselves."""
     away, size = 0.0, 0.0
     for name, (tensor, _) in found.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
-            return False
+            return {}
         copied, own = local_of(tensor.detach()), local_of(wanted[name][0].detach())
         if copied.shape != own.shape or copied.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
-            return False
+            return {}  # the parameters themselves
         away += float((copied.double() - own.double()).square().sum())
         size += float(own.double().square().sum())
-    return 0 < size and away <= NEAR**2 * size
+    return found if 0 < size and away <= NEAR**2 * size else {}

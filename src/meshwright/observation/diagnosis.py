@@ -30,7 +30,8 @@ from .passes import Pair, Passes, factor, is_one, is_permuted
 from .resumes import Resume
 from .row_kinds import of_rows, of_shares
 from .settings import changes_alone, has_no_decay, other_rates
-from .traces import INPUT, Place, Run, own_part, part, relative, rows_given, vector
+from .sketches import INPUT
+from .traces import Place, Run, own_part, part, relative, rows_given, vector
 
 SCALED = ("missing reduction", "wrong scale", "double reduction")
 
@@ -46,10 +47,9 @@ class Diagnosis:
 
     def __init__(self, base: dict[str, Any], many: Run, places: list[dict[str, Place]], step: int):
         self.base, self.many, self.places, self.number = base, many, places, step
-        self.whole = base["steps"][step]
-        self.own = [many.step(rank, step) for rank in range(len(many.ranks))]
         self.n = len(many.ranks)
         self.passes = Passes(base, many, places, step)
+        self.whole, self.own = self.passes.whole, self.passes.own
         self.resume = Resume(many, step)
         self.is_vague = False
         """Whether no more is known than that gradients differ."""
@@ -64,14 +64,24 @@ class Diagnosis:
     def place(self, gradients: list[Off], after: list[Off]) -> Finding:
         """Find where in the step the difference of gradients, or of parameters after it, arises."""
         if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
-            if early := self._early():
-                return self.finding(".+", early, "stale value", "rows went forward before the last update")
+            theirs, mine = self.passes.counts()
+            if self.number and (lacking := set(theirs).difference(*mine)):
+                last = [rows_given(one) for one in self.many.at(self.number - 1)]
+                if lacking <= set().union(*last) - rows_given(self.base["steps"][self.number - 1]):
+                    early = [rank for rank, given in enumerate(last) if given & lacking]
+                    return self.finding(".+", early, "stale value", "rows went forward before the last update")
             if self._takes_one_more():
                 return self.finding(".+", range(self.n), "missing reduction", "they take a step that one process skips")
-            return self.finding(".+", rows.ranks, "wrong rows", rows.words)
+            return self.finding(".+", rows[0], "wrong rows", rows[1])
         if gradients:
-            if (buffer := self._buffer()) is not None:
-                return buffer
+            for step in range(self.number):  # a buffer that differed before anything else did
+                for name, off in self._other_buffers(step).items():
+                    after_it = Diagnosis(self.base, self.many, self.places, step + 1)
+                    if any(map(after_it.resume.reads, off)):  # what is left behind was read from a file
+                        kind = after_it.resume.kind(off, [], [name])
+                        return after_it.finding(name, off, kind, "", "the buffer differs")
+                    found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
+                    return replace(found, step=step + 1)
             modules = {o.name.rpartition(".")[0] for o in gradients}
             output = self.passes.first_output() or self.passes.first_output(modules)
             if output is not None:
@@ -99,14 +109,6 @@ class Diagnosis:
         is_new = own[self.number].isdisjoint(set().union(*others, *own[: self.number]))
         return bool(lacking) and lacking == own[self.number + 1] and is_new
 
-    def _early(self) -> list[int]:
-        """List the ranks that gave this step's missing rows to the model in the last step."""
-        theirs, mine = self.passes.counts()
-        lacking, number = set(theirs).difference(*mine), self.number - 1
-        last = [rows_given(self.many.step(rank, number)) for rank in range(self.n) if lacking and self.number]
-        is_so = last and lacking <= set().union(*last) - rows_given(self.base["steps"][number])
-        return [rank for rank, rows in enumerate(last) if is_so and rows & lacking]
-
     # --- before the step
 
     def of_beginning(self, off: list[Off]) -> Finding:
@@ -128,19 +130,16 @@ class Diagnosis:
             norms = [entry["norm"] for entry in last if entry]
             if all(self.resume.is_older(o.rank, self._own_name(o)) for o in off):
                 return self.finding(place, ranks, "stale value", "it is what an earlier step left")
-            if self._is_reordered(off):
+            # the ranks' shards hold together what they should, each something of another's
+            pairs = [[o for o in off if o.name == name and o.found is not None] for name in {o.name for o in off}]
+            if all(
+                pair and is_permuted(torch.cat([o.found for o in pair]), torch.cat([o.whole for o in pair]))  # type: ignore[misc]
+                for pair in pairs
+            ):
                 return self.finding(place, ranks, "wrong order", "what the last step left is there in another order")
             return self.finding(place, ranks, self.resume.kind(ranks, norms), "it is not what the last step left")
         return replace(
             self.finding(place, ranks, "stale value", "it changed after the optimizer's step"), step=self.number
-        )
-
-    def _is_reordered(self, off: list[Off]) -> bool:
-        """Return whether the ranks' shards hold together what they should, each something of another's."""
-        pairs = [[o for o in off if o.name == name and o.found is not None] for name in {o.name for o in off}]
-        return all(
-            pair and is_permuted(torch.cat([o.found for o in pair]), torch.cat([o.whole for o in pair]))  # type: ignore[misc]
-            for pair in pairs
         )
 
     def of_left_out(self, ranks: Sequence[int]) -> Finding:
@@ -154,18 +153,6 @@ class Diagnosis:
         order = list(self.whole["before"])
         place = ".+" if len(names) >= 0.9 * len(order) else max(names, key=order.index)
         return self.finding(place, ranks, "missing reduction", why)
-
-    def _buffer(self) -> Finding | None:
-        """Find a buffer that differed before anything else did."""
-        for step in range(self.number):
-            for name, off in self._other_buffers(step).items():
-                after = Diagnosis(self.base, self.many, self.places, step + 1)
-                if any(map(after.resume.reads, off)):  # what is left behind was read from a file
-                    kind = after.resume.kind(off, [], [name])
-                    return after.finding(name, off, kind, "", "the buffer differs")
-                found = self.finding(name, range(self.n), "missing reduction", "", "the buffer differs")
-                return replace(found, step=step + 1)
-        return None
 
     def _other_buffers(self, step: int) -> dict[str, list[int]]:
         """Find the buffers that differ after a step, and the ranks."""
@@ -189,7 +176,12 @@ class Diagnosis:
         sights, attends = self.passes.sights(), self.passes.attends(name)
         differences = [(pair.found - pair.whole).abs() for pair in off if pair.found.shape == pair.whole.shape]
         rights = [d < (0.05 if self.whole["short"] else 1e-4) * d.max() for d in differences if len(d) > 1]
-        right, was_right = max((int(r.sum()) for r in rights), default=0), self.number > 0 and self._was_right(name)
+        right, was_right = max((int(r.sum()) for r in rights), default=0), False
+        if self.number:
+            first = Passes(self.base, self.many, self.places, 0)
+            pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
+            was_right = bool(pairs) and not any(pair.differs for pair in pairs)
+        buffers = self.whole.get("buffers", {})
         kind, why, what = "wrong scale", "", "outputs differ"
         dtypes = next((pair.dtypes for pair in off if pair.dtypes[0] != pair.dtypes[1]), None)
         if dtypes is not None:
@@ -215,13 +207,18 @@ class Diagnosis:
             kind, why = other, "it is another row's"
         elif inner := self.passes.added_again(name, off):
             kind, why = "double reduction", f"{inner}'s output is in it {self.n} times"
-        elif self._rounds_a_buffer(name):
+        elif any(
+            key.startswith(f"{name}." * bool(name)) and entry["fits"] and not buffers[key]["fits"]
+            for one in self.own
+            for key, entry in one.get("buffers", {}).items()
+            if key in buffers
+        ):
             kind, why = "rounding/dtype", "a buffer of it went through a shorter dtype"
         elif is_position(name):
             kind = "position"
         elif any(
             key.startswith(f"{name}.") and ("running_" in key or key in self._other_buffers(self.number))
-            for key in self.whole.get("buffers", ())
+            for key in buffers
         ):
             kind, why = "missing reduction", "its statistics are those of fewer rows"
         elif (max(errors) < 0.02 or (not right and median(errors) < 0.01)) and not (was_right and max(errors) > 0.1):
@@ -250,36 +247,19 @@ class Diagnosis:
             kind = "position"
         return self.finding(name or ".+", ranks, kind, why, f"{what} ({max(errors):.1e})")
 
-    def _rounds_a_buffer(self, name: str) -> bool:
-        whole, prefix = self.whole.get("buffers", {}), f"{name}." * bool(name)
-        every = [(key, entry) for one in self.own for key, entry in one.get("buffers", {}).items() if key in whole]
-        return any(key.startswith(prefix) and entry["fits"] and not whole[key]["fits"] for key, entry in every)
-
-    def _passes_of(self, step: int) -> Passes:
-        return Passes(self.base, self.many, self.places, step)
-
-    def _was_right(self, name: str) -> bool:
-        first = self._passes_of(0)
-        pairs = [pair for key in first.reference if key[0] == name for pair in first.pairs(key)]
-        return bool(pairs) and not any(pair.differs for pair in pairs)
-
     # --- gradients
 
-    def _in_order(self) -> list[str]:
-        """List the parameters as a forward reaches their modules, which may be declared in another order."""
+    def _of_gradients(self, off: list[Off]) -> Finding:
         reached: dict[str, int] = {}
         for number, event in enumerate(self.whole["forward"]):
             if not event["module"].endswith(INPUT):
                 reached.setdefault(event["module"], number)
-        found, last = {}, 0
+        at, last = {}, 0  # by parameter, when a forward reaches its module; those may be declared in another order
         for name in self.whole["gradients"]:
             module = name.rpartition(".")[0]
             inside = [n for m, n in reached.items() if m == module or m.startswith(f"{module}." if module else "")]
-            last = found[name] = min(inside, default=last)
-        return sorted(found, key=lambda name: found[name])
-
-    def _of_gradients(self, off: list[Off]) -> Finding:
-        order = self._in_order()
+            last = at[name] = min(inside, default=last)
+        order = sorted(at, key=lambda name: at[name])
         alive = [name for name, entry in self.whole["gradients"].items() if entry is not None and entry["norm"] > 0]
         names = sorted({o.name for o in off}, key=order.index)
         everywhere = len(names) >= 0.9 * len(alive)
@@ -316,7 +296,6 @@ class Diagnosis:
     ) -> tuple[str, str, tuple[int, ...]]:
         """Return the kind, why, and the ranks."""
         ranks = ranks_of(off)
-        last = self.base["steps"][self.number - 1]["gradients"] if self.number else {}
         if not finite:
             backs = [(event["module"], event["back"]) for one in self.own for event in one["forward"]]
             returned = {n for n, back in backs if back and not any(m != n and is_within(m, n) for m, _ in backs)}
@@ -324,7 +303,8 @@ class Diagnosis:
                 return "not updated", "no optimizer steps it", ranks
             return "dead path", "no gradient", ranks
         if all(map(is_small, finite)):
-            if self._comes_later(finite):
+            later = self._later(finite, "gradients")
+            if len(later) == len(finite) and all(factor(mine, o.whole, 0.1) is not None for o, mine in later):  # type: ignore[arg-type]
                 return "stale value", "the gradient comes a step later", ranks
             return "dead path", "the gradient is zero", ranks
         known = [f for f in factors.values() if f is not None]
@@ -353,7 +333,7 @@ class Diagnosis:
             return "tie broken", f"{tied[1]} are one parameter in one process", ranks
         if everywhere and self.number and all(map(self.resume.reads, ranks)):
             return "not saved", "parameters are right, and something else was lost when the run was resumed", ranks
-        if self.number and any(self._stale(o, last) for o in finite):
+        if self.number and any(map(self._stale, finite)):
             return "stale value", "the last step's is in it", ranks
         if (word := unreduced(self.passes, finite, self.bound)) is not None:
             return *word, ranks
@@ -399,11 +379,10 @@ class Diagnosis:
         norms = [sum(entry["norm"] ** 2 for entry in entries if entry) ** 0.5 for entries in every]
         return len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms)
 
-    def _comes_later(self, off: list[Off]) -> bool:
-        """Return whether the next step has the gradients that this one lacks."""
-        later = [self.many.step(o.rank, self.number + 1)["gradients"].get(self._own_name(o)) for o in off]
-        pairs = [(own_part(entry, o.place), o.whole) for o, entry in zip(off, later, strict=True) if entry and o.place]
-        return len(pairs) == len(off) and all(factor(mine, theirs, 0.1) is not None for mine, theirs in pairs)  # type: ignore[arg-type]
+    def _later(self, off: list[Off], stage: str) -> list[tuple[Off, Tensor]]:
+        """List what the next step has of the parameters, as far as it has them."""
+        entries = [self.many.step(o.rank, self.number + 1)[stage].get(self._own_name(o)) for o in off]
+        return [(o, own_part(entry, o.place)) for o, entry in zip(off, entries, strict=True) if entry and o.place]
 
     def _have_the_same_rows(self) -> bool:
         rows = [set(counts) for counts in self.passes.counts()[1]]
@@ -422,8 +401,8 @@ class Diagnosis:
         own, whole = self.own[off.rank]["left"].get(self._own_name(off)), self.whole["left"].get(off.name)
         return bool(own and whole and own["fits"] and not whole["fits"])
 
-    def _stale(self, off: Off, last: dict[str, Any]) -> bool:
-        entry = last.get(off.name)
+    def _stale(self, off: Off) -> bool:
+        entry = self.base["steps"][self.number - 1]["gradients"].get(off.name)
         if entry is None or off.place is None or off.found is None or off.whole is None:
             return False
         before = part(entry, off.place)
@@ -463,11 +442,16 @@ class Diagnosis:
         ranks = ranks_of(off)
         order = list(self.whole["after"])
         names = sorted({o.name for o in off}, key=order.index)
-        everywhere = len(names) >= 0.8 * len([n for n in order if self._moves(n)])
+        moved = [n for n in order if relative(vector(self.whole["after"][n]), vector(self.whole["before"][n])) > 1e-9]
+        everywhere = len(names) >= 0.8 * len(moved)
         place = ".+" if everywhere else names[-1]
         if all(self._unchanged(o) for o in off):
             kind, why = "not updated", "the step leaves it as it was"
-            if self._comes_a_step_later(off):
+            later = self._later(off, "after")
+            if len(later) == len(off) and all(
+                relative(mine - self._before(o), o.whole - self._before(o)) < 0.25  # type: ignore[operator]
+                for o, mine in later
+            ):
                 kind, why = "stale value", "the update comes a step later"
             elif self.number and all(map(self._stands_at_first, off)):
                 kind, why = "rounding/dtype", "updates of one process add up, and are lost here in 16 bits"
@@ -489,12 +473,17 @@ class Diagnosis:
             now = {rate["lr"] for rank in ranks for rate in self.own[rank]["rates"].values()}
             if resumed and (rates != ["lr"] or now & earlier):  # it has a rate that the run had before
                 kind = self.resume.kind(ranks, [], ["last_epoch"] if "lr" in rates else [])
-            elif self.number and changes_alone(self.passes, self._passes_of(self.number - 1), ranks):
-                kind, why = "missing reduction", f"{why}: these ranks alone changed it"
+            elif self.number:
+                before = Passes(self.base, self.many, self.places, self.number - 1)
+                if changes_alone(self.passes, before, ranks):
+                    kind, why = "missing reduction", f"{why}: these ranks alone changed it"
         elif met := sums_copies(self.passes, place):
             kind, why = "wrong group", met
         elif states:
-            lost = [norm for o in off for norm in self._norms_before(o)]
+            lost = []
+            for o in off if self.number else ():
+                last = self.many.step(o.rank, self.number - 1)["state"].get(self._own_name(o), {})
+                lost += [last[key]["norm"] for key, _ in self._states(o) if key in last]
             kind = self.resume.kind(ranks, lost) if resumed else "not restored" if self.number else "wrong scale"
             if any(s[1] for s in states):
                 kind = "rounding/dtype"
@@ -511,22 +500,17 @@ class Diagnosis:
         elif len(ranks) < self.n or self._replicas_differ(off):
             is_stale = len(ranks) < self.n and any(self.own[ranks[0]]["rates"].values())  # else by hand
             kind, why = "stale value" if is_stale else "missing reduction", "replicas differ"
-        elif not all(is_one([self._scale_of_update(o) for o in off if o.name == name], 5e-2) for name in names):
+        elif not all(
+            is_one(
+                [factor(o.found - self._before(o), o.whole - self._before(o), 5e-2) for o in off if o.name == name],  # type: ignore[operator]
+                5e-2,
+            )
+            for name in names
+        ):
             kind, why = "missing reduction", "no one factor lies between it and that of one process"
             if self.number and not all(o.place and o.place.dim is not None for o in off):  # not of the own parts alone
                 kind, why = "stale value", f"{why}, and those before were right"
         return self.finding(place, ranks, kind, why, "the update differs")
-
-    def _scale_of_update(self, off: Off) -> float | None:
-        before = self._before(off)
-        return factor(off.found - before, off.whole - before, 5e-2)  # type: ignore[operator]
-
-    def _comes_a_step_later(self, off: list[Off]) -> bool:
-        later = [(o, self.many.step(o.rank, self.number + 1)["after"].get(self._own_name(o))) for o in off]
-        return all(
-            entry and o.place and relative(own_part(entry, o.place) - self._before(o), o.whole - self._before(o)) < 0.25  # type: ignore[operator]
-            for o, entry in later
-        )
 
     def _stands_at_first(self, off: Off) -> bool:
         """Return whether the first step of one process left a parameter of 16 bits as it was."""
@@ -534,19 +518,9 @@ class Diagnosis:
         entry, before = first["after"].get(off.name), first["before"].get(off.name)
         return bool(entry and before and "float16" in entry["dtype"]) and torch.equal(vector(entry), vector(before))
 
-    def _moves(self, name: str) -> bool:
-        return relative(vector(self.whole["after"][name]), vector(self.whole["before"][name])) > 1e-9
-
     def _before(self, off: Off) -> Tensor:
         assert off.place is not None
         return part(self.whole["before"][off.name], off.place)
-
-    def _norms_before(self, off: Off) -> list[float]:
-        """Return the norms, after the last step, of what differs of a parameter's optimizer state."""
-        if not self.number:
-            return []
-        state = self.many.step(off.rank, self.number - 1)["state"].get(self._own_name(off), {})
-        return [state[key]["norm"] for key, _ in self._states(off) if key in state]
 
     def _state(self, off: Off) -> dict[str, Any]:
         return self.own[off.rank]["state"].get(self._own_name(off), {})

@@ -9,6 +9,11 @@ from torch import Tensor
 
 from .traces import Place
 
+SMALL = 0.1
+"""Relative error that a loss which is no sum over rows may have where microbatches are others."""
+FLOORS = 12.0
+"""Multiple of the error between runs of one process that still counts as rounding."""
+
 
 @dataclass(frozen=True)
 class Finding:

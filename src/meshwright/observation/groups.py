@@ -64,7 +64,11 @@ def counted_again(passes: Passes, scale: float) -> str:
     sizes = {len(others) for others in alike}
     if sizes == {1} or len(sizes) > 1 or abs(scale * max(sizes) - 1) > 1e-2:
         return ""
-    for every in zip(*map(_numbers, passes.own), strict=False):
+    numbers = []
+    for one in passes.own:
+        first = next((n for n, e in enumerate(one["sent"]) if e["of"] or e["phase"] == "backward"), 0)
+        numbers.append([event for event in one["sent"][:first] if len(event["values"]) == 1])
+    for every in zip(*numbers, strict=False):
         (values,) = zip(*(event["values"] for event in every), strict=True)
         is_sum = all(event["kind"] == "all_reduce" and len(event["ranks"]) == len(data) for event in every)
         if is_sum and len({*values}) > 1 and all(values[a] == values[b] for a, bs in enumerate(alike) for b in bs):
@@ -147,12 +151,6 @@ def _data(passes: Passes) -> list[set[str]]:
         {passes.lengths[rank].get(row, (row, None))[0] for row in rows_given(one)}
         for rank, one in enumerate(passes.own)
     ]
-
-
-def _numbers(step: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the collectives of one number before the first that sends gradients."""
-    first = next((n for n, e in enumerate(step["sent"]) if e["of"] or e["phase"] == "backward"), 0)
-    return [event for event in step["sent"][:first] if len(event["values"]) == 1]
 
 
 def unreduced(passes: Passes, off: Sequence[Off], bound: float) -> tuple[str, str] | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .traces import INPUT, Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of, usual
+from .sketches import INPUT
+from .traces import Place, Row, Run, origins, parts_of_rows, relative, row_keys, rows_of, usual
 
 ROUNDING = {"float64": 1e-7, "float32": 5e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Least relative error by dtype that is no rounding; traces hold float32."""
@@ -57,14 +58,6 @@ class Pair:
         return any(is_permuted(*both) for both in ((self.found, self.whole), self.features) if both is not None)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows that are not one process's: the ranks that have them, and what is wrong."""
-
-    ranks: tuple[int, ...]
-    words: str
-
-
 @dataclass
 class Sights:
     """What attention's queries see: the ranks that see other numbers of keys, and those with other scales of scores.
@@ -89,23 +82,13 @@ class Passes:
 
     def __init__(self, base: dict[str, Any], many: Run, places: list[dict[str, Place]], step: int):
         self.whole = base["steps"][step]
-        self.own = [many.step(rank, step) for rank in range(len(many.ranks))]
+        self.own = many.at(step)
         self.places = places
         self.names = [module_names(placed) for placed in places]
         self.held = [{place.name for place in placed.values()} for placed in places]
         self.lengths = [parts_of_rows(self.whole, one) for one in self.own]
         self.keys, self.whole_keys = row_keys(self.own), row_keys([self.whole])[0]
-        self._follow_in_order()
-        rows = rows_of(self.whole, 0, {}, {}, self.whole_keys)
-        self.first = {key: {row.key: row for row in reversed(found)} for key, found in rows.items()}
-        self.reference = {key: told_apart(found, self.first[key]) for key, found in rows.items()}
-        self.rows = [
-            rows_of(one, rank, self.names[rank], self.lengths[rank], self.keys[rank])
-            for rank, one in enumerate(self.own)
-        ]
-
-    def _follow_in_order(self) -> None:
-        """Name the rows of a rank whose inputs nobody returned, such as rounded ones, as those of another rank."""
+        # rows of a rank whose inputs nobody returned, such as rounded ones, are named as those of another rank
         known = {row for rows in self.whole_keys.values() for row in rows or ()}
         known |= {row for lengths in self.lengths for row in lengths}
         sizes = [[len(rows or ()) for rows in keys.values()] for keys in self.keys]
@@ -114,11 +97,35 @@ class Passes:
             donor = next((r for r, is_named in enumerate(named) if is_named and sizes[r] == sizes[rank]), None)
             if not named[rank] and donor is not None:
                 self.keys[rank] = dict(self.keys[donor])
+        rows = rows_of(self.whole, 0, {}, {}, self.whole_keys)
+        self.first = {key: {row.key: row for row in reversed(found)} for key, found in rows.items()}
+        self.reference: dict[Key, dict[str, Row]] = {}
+        for key, found in rows.items():  # without rows that a module was given again, beside something else
+            first = self.first[key]
+            others = {row.key for row in found if relative(row.features, first[row.key].features) > 1e-6}
+            self.reference[key] = {name: row for name, row in first.items() if name not in others}
+        self.rows = [
+            rows_of(one, rank, self.names[rank], self.lengths[rank], self.keys[rank])
+            for rank, one in enumerate(self.own)
+        ]
+        self.cut_outputs: list[dict[str, Tensor]] = [{} for _ in places]
+        """The features of which each rank has a part, by module."""
+        self.cut_inputs = set[str]()
+        """The modules whose weight is cut along its inputs: ranks return parts of a sum."""
+        for cut, placed in zip(self.cut_outputs, places, strict=True):
+            for place in placed.values():
+                if place.index is None or place.offset is not None or not place.name.endswith("weight"):
+                    continue
+                module = place.name.rpartition(".")[0]
+                if place.dim == 0:
+                    cut[module] = place.index
+                elif place.dim == 1:
+                    self.cut_inputs.add(module)
 
     # --- data
 
-    def wrong_rows(self) -> Rows | None:
-        """Compare which rows the ranks had."""
+    def wrong_rows(self) -> tuple[tuple[int, ...], str] | None:
+        """Compare which rows the ranks had: the ranks that have others, and what is wrong."""
         theirs, mine = self.counts()
         shapes = {tuple(given["shape"][1:]) for _, given in origins(self.whole)}
         for rank, one in enumerate(self.own):
@@ -146,9 +153,9 @@ class Passes:
         if lacking or strange:
             ranks = [rank for rank, rows in enumerate(own) if rows & strange] or doubled or absent or range(len(mine))
             missing = f"{len(lacking)} of {len(theirs)} rows are missing"
-            return Rows(tuple(ranks), missing if lacking else f"{len(strange)} rows are not of this step")
+            return tuple(ranks), missing if lacking else f"{len(strange)} rows are not of this step"
         if doubled or more:
-            return Rows(tuple(doubled or more), "some rows are used more than once")
+            return tuple(doubled or more), "some rows are used more than once"
         return None
 
     def counts(self) -> tuple[Counter[str], list[Counter[str]]]:
@@ -181,7 +188,7 @@ class Passes:
             total |= counts
         return total
 
-    def wrong_labels(self) -> Rows | None:
+    def wrong_labels(self) -> tuple[tuple[int, ...], str] | None:
         """Compare what each row was to predict; fractions may be computed, and are wrong where another row's."""
         theirs: dict[str, list[Tensor]] = defaultdict(list)  # such a row as a token has several
         for key, labels in self._labels(self.whole, self.whole_keys):
@@ -200,7 +207,7 @@ class Passes:
                     continue
                 if torch.equal(labels, labels.round()) or any(torch.equal(labels, other) for other in every):
                     wrong.add(rank)
-        return Rows(tuple(sorted(wrong)), "labels are other rows' or are missing") if wrong else None
+        return (tuple(sorted(wrong)), "labels are other rows' or are missing") if wrong else None
 
     @staticmethod
     def _labels(step: dict[str, Any], keys: dict[int, list[str] | None]) -> Iterator[tuple[str, Tensor]]:
@@ -312,10 +319,6 @@ class Passes:
         direct = [other for other in inside if "." not in other[len(name) + 1 :]]
         return not self.held[rank].issuperset(direct if name else inside)
 
-    def is_table(self, name: str) -> bool:
-        """Return whether a module's outputs have no row for each row of the data, such as a table of positions."""
-        return all(row == "table" for key, rows in self.first.items() if key[0] == name for row in rows)
-
     def _aligned(self, rank: int, name: str, row: Row, there: Row) -> tuple[Tensor, Tensor] | None:
         mine, theirs = row.tokens, there.tokens
         index = self.cut_outputs[rank].get(name)
@@ -330,8 +333,12 @@ class Passes:
             each = len(row.features) // len(row.at)
             if len(there.features) % each == 0 and int(row.at.max()) < len(there.features) // each:
                 return row.features, there.features.view(-1, each)[row.at].flatten()
-        if row.key == "table" and row.at is None and not self.is_table(name):
-            return None
+        if (
+            row.key == "table"
+            and row.at is None
+            and any(other != "table" for key, rows in self.first.items() if key[0] == name for other in rows)
+        ):
+            return None  # its outputs have rows of the data, too
         if index is not None and row.features.shape != there.features.shape:
             if row.at is not None or len(index) != len(row.features) or int(index.max()) >= len(there.features):
                 return None
@@ -343,29 +350,6 @@ class Passes:
                 return None
             return mine, min(theirs.split(len(mine)), key=lambda chunk: relative(mine, chunk, 1e-6))
         return mine, theirs
-
-    def _cut(self, dim: int) -> list[dict[str, Tensor]]:
-        return [
-            {
-                place.name.rpartition(".")[0]: place.index
-                for place in placed.values()
-                if place.index is not None
-                and place.dim == dim
-                and place.offset is None
-                and place.name.endswith("weight")
-            }
-            for placed in self.places
-        ]
-
-    @property
-    def cut_outputs(self) -> list[dict[str, Tensor]]:
-        """The features of which each rank has a part, by module."""
-        return self._cut(0)
-
-    @property
-    def cut_inputs(self) -> set[str]:
-        """The modules whose weight is cut along its inputs: ranks return parts of a sum."""
-        return set().union(*self._cut(1))
 
     def in_order(self) -> list[Key]:
         known = [key for key, rows in self.reference.items() if rows]
@@ -533,12 +517,6 @@ class Passes:
             if pairs := self._returned(key):
                 return [factor(pair.found, pair.whole, max(1e-3, ROUNDING.get(pair.dtypes[1], 0.0))) for pair in pairs]
         return []
-
-
-def told_apart(rows: list[Row], first: dict[str, Row]) -> dict[str, Row]:
-    """Return the first rows by name, without those that a module was given again, beside something else."""
-    others = {row.key for row in rows if relative(row.features, first[row.key].features) > 1e-6}
-    return {key: row for key, row in first.items() if key not in others}
 
 
 def is_permuted(found: Tensor, whole: Tensor) -> bool:

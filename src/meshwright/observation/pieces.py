@@ -45,7 +45,12 @@ def record(tensor: Any) -> dict[str, Any]:
     plain, offset, whole, kind = tensor.detach(), None, None, []
     if hasattr(plain, "placements") and not plain.is_complex():
         whole, kind = tuple(plain.shape), [str(p) for p in plain.placements]
-        offset = _offset(plain)
+        try:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            _, offset = compute_local_shape_and_global_offset(plain.shape, plain.device_mesh, plain.placements)
+        except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
+            offset = None
     if type(plain) is not Tensor or plain.layout != torch.strided or plain.is_complex():
         plain = local_of(plain).detach()
     is_float = plain.is_floating_point()
@@ -64,16 +69,6 @@ def record(tensor: Any) -> dict[str, Any]:
         "norm": norm,
         "m": marginals(values, offset, whole if offset is not None else None),
     }
-
-
-def _offset(tensor: Any) -> tuple[int, ...] | None:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return tuple(offset)
-    except Exception:  # noqa: BLE001 - a private name of torch; its shard is placed by value then
-        return None
 
 
 @dataclass(frozen=True)

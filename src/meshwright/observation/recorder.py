@@ -39,6 +39,8 @@ from meshwright.observation.patches import (
 from meshwright.observation.pieces import Piece, is_short, pieces_of, record, walk, wrapped_under
 from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
+    FORMAT,
+    INPUT,
     checksum,
     first_tensor,
     hashes,
@@ -46,14 +48,13 @@ from meshwright.observation.sketches import (
     local_of,
     name_of,
     names_in,
+    new_step,
     packed,
     sketch,
     tensors_by_name,
 )
 
-FORMAT = "meshwright trace 10"
 SAVE = torch.save  # before it notes what is saved
-INPUT = " input"  # after the name of a module in the name of its first input
 TRACED = "FakeTensor", "FunctionalTensor"  # what the compiler calls graphs with
 
 
@@ -76,7 +77,7 @@ class Recorder:
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.n_steps = settings, settings.get("steps", 3)
         self.n_done = self.returned = self.depth = 0
-        self.now = self.new()
+        self.now = new_step()
         self.stack: list[int] = []
         self.held: dict[int, tuple[Any, list[Piece]]] = {}
         self.named: dict[str, int] = {}
@@ -96,12 +97,6 @@ class Recorder:
         self.by_hand: bool | None = None
         self.closed = self.compiles = self.cuts = False
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-
-    def new(self) -> dict[str, Any]:
-        lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
-        lists += "copies", "drawn", "chosen"
-        maps = "gradients", "before", "after", "state", "rates", "again"
-        return dict.fromkeys(("short", "unseen"), False) | {key: [] for key in lists} | {key: {} for key in maps}
 
     # --- forward
 
@@ -161,8 +156,15 @@ class Recorder:
         event = {"module": id(module), "call": len(self.now["calls"]) + (not is_root), "out": found, "keep": module}
         self.now["forward"].append(event)
         if tensor.requires_grad:
-            tensor.register_hook(without_harm(self, _Returned(self, event)))
+            tensor.register_hook(without_harm(self, partial(self.came_back, event)))
         return changed
+
+    def came_back(self, event: dict[str, Any], gradient: Tensor | None) -> None:
+        """Note the gradient that comes back to an output; None comes through DDP's sink to an unused one."""
+        if gradient is not None and not self.closed and "back" not in event:
+            event["order"] = self.returned
+            self.returned += 1
+            event["back"] = sketch(gradient)
 
     def failed(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forget the outermost call that a module's exception ends; of other modules, that they are entered."""
@@ -295,18 +297,6 @@ class Recorder:
             self.seen[name] = mark, piece.record(tensor)
         return self.seen[name][1]
 
-    def copies_now(self) -> list[dict[str, Any]]:
-        """Describe what the script keeps of the parameters beside them."""
-        return [
-            {"owner": owner, "held": {name: self._described(f"{name} of copy {n}", *at) for name, at in held.items()}}
-            for n, (owner, held) in enumerate(self.copies.now(self._by_name()))
-        ]
-
-    def buffers_now(self) -> dict[str, dict[str, Any]]:
-        """Describe the buffers of floating-point numbers."""
-        found = {name: module._buffers.get(key) for module, key, name in self.buffers}
-        return {name: record(b) for name, b in found.items() if b is not None and b.is_floating_point() and b.numel()}
-
     def _by_name(self) -> dict[str, tuple[Any, Piece]]:
         every = ((key, tensor, piece) for key, (tensor, pieces) in self.held.items() for piece in pieces)
         return {piece.name: (tensor, piece) for key, tensor, piece in every if self.named.get(piece.name) == key}
@@ -374,7 +364,7 @@ class Recorder:
         """Close the step whose optimizers have all stepped, and note what the next one begins with."""
         left = self.write_left()
         self.n_done += 1
-        self.now, self.stepped, self.roots = self.new(), set(), {}
+        self.now, self.stepped, self.roots = new_step(), set(), {}
         self.now["before"] = left
         if self.n_done >= self.n_steps:
             self.closed = True
@@ -422,7 +412,11 @@ class Recorder:
         walk(top, "", found, modules)
         new = {key: value for key, value in found.items() if key not in self.held}
         rivals = {self.named[p.name] for _, pieces in new.values() for p in pieces if p.name in self.named}
-        if rivals & self._busy(new):
+        # parameters of models that this step calls; not of one that a file is read in place of
+        uses = {key: {id(p) for p in root.parameters()} for key, root in self.roots.items()}
+        calls = [uses.get(call["module"], set()) for call in self.now["calls"]]
+        begun = next((n for n, used in enumerate(calls) if used & new.keys()), 0) if self.now["loaded"] else 0
+        if rivals & set().union(*calls[begun:], *(() if begun else uses.values())):
             inner = top
             while (key := next((k for k in wrapped_under(inner) if k in inner._modules), None)) is not None:
                 inner = inner.get_submodule(key)
@@ -442,13 +436,6 @@ class Recorder:
             self.held[key], self.homes[key] = (tensor, pieces), id(top)
             self.named |= {piece.name: key for piece in pieces}
 
-    def _busy(self, new: dict[int, Any]) -> set[int]:
-        """Return the parameters of models that this step calls; not of one that a file is read in place of."""
-        uses = {key: {id(p) for p in root.parameters()} for key, root in self.roots.items()}
-        calls = [uses.get(call["module"], set()) for call in self.now["calls"]]
-        begun = next((n for n, used in enumerate(calls) if used & new.keys()), 0) if self.now["loaded"] else 0
-        return set().union(*calls[begun:], *(() if begun else uses.values()))
-
     # --- write
 
     def write(self) -> None:
@@ -466,11 +453,7 @@ class Recorder:
         self.find_sent()
         step = {
             **self.now,
-            "sent": [named(sent) for sent in self.now["sent"]],
-            "calls": [named(call) for call in self.now["calls"]],
-            "forward": [named(event) for event in self.now["forward"]],
-            "draws": [named(draw) for draw in self.now["draws"]],
-            "sights": [named(sight) for sight in self.now["sights"]],
+            **{key: [*map(named, self.now[key])] for key in ("sent", "calls", "forward", "draws", "sights")},
         }
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
         content |= {"time": time.time(), "others": self.others, "step": step, "command": self.settings.get("command")}
@@ -484,7 +467,14 @@ class Recorder:
         """Note what the step left after its optimizers, write it, and return the parameters."""
         left, after = self.parameters(), self.now["after"]
         self.now["left"] = {name: None if entry is after.get(name) else entry for name, entry in left.items()}
-        self.now["buffers"], self.now["copies"] = self.buffers_now(), self.copies_now()
+        found = {name: module._buffers.get(key) for module, key, name in self.buffers}
+        self.now["buffers"] = {
+            name: record(b) for name, b in found.items() if b is not None and b.is_floating_point() and b.numel()
+        }
+        self.now["copies"] = [  # what the script keeps of the parameters beside them
+            {"owner": owner, "held": {name: self._described(f"{name} of copy {n}", *at) for name, at in held.items()}}
+            for n, (owner, held) in enumerate(self.copies.now(self._by_name()))
+        ]
         self.write()
         return left
 
@@ -496,19 +486,6 @@ class Recorder:
             self.find_step()
         if not self.closed and self.now["after"]:
             self.write_left()
-
-
-class _Returned:
-    """Notes the gradient that comes back to an output."""
-
-    def __init__(self, recorder: Recorder, event: dict[str, Any]):
-        self.recorder, self.event = recorder, event
-
-    def __call__(self, gradient: Tensor | None) -> None:  # None comes through DDP's sink to an unused output
-        if gradient is not None and not self.recorder.closed and "back" not in self.event:
-            self.event["order"] = self.recorder.returned
-            self.recorder.returned += 1
-            self.event["back"] = sketch(gradient)
 
 
 def state_of(generator: torch.Generator | None) -> str:

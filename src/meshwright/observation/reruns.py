@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.observation.pieces import walk
-from meshwright.observation.sketches import first_tensor, local_of
+from meshwright.observation.sketches import first_tensor, local_of, new_step
 
 
 class Reruns:
@@ -43,7 +43,7 @@ class Reruns:
         if name not in self.draws or recorder.closed or not torch.is_grad_enabled():
             return
         kept, left, draws = recorder.now, torch.get_rng_state(), self.draws.pop(name)
-        recorder.now = recorder.new() | {"again": dict.fromkeys(self.asked)}  # none is due
+        recorder.now = new_step() | {"again": dict.fromkeys(self.asked)}  # none is due
         recorder.stack.append(id(self))  # and none is outermost
         try:
             kept["again"][name] = self.errors(module, args, kwargs, output, draws)

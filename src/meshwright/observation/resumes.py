@@ -19,8 +19,7 @@ class Resume:
 
     def joined(self, rank: int) -> bool:
         """Return whether a rank takes this step with one that took the last, too, as it did not."""
-        every = range(len(self.many.ranks))
-        before, here = ([bool(self.many.step(r, n)["after"]) for r in every] for n in (self.number - 1, self.number))
+        before, here = ([bool(one["after"]) for one in self.many.at(n)] for n in (self.number - 1, self.number))
         return self.number > 0 and here[rank] and not before[rank] and any(map(min, before, here))
 
     def reads(self, rank: int) -> bool:
@@ -61,7 +60,7 @@ class Resume:
 
     def saved(self, only_files: bool) -> tuple[list[float], set[str]]:
         """Return the norms and names in files that were written before the step, or else in states that were taken."""
-        steps = [self.many.step(rank, step) for rank in range(len(self.many.ranks)) for step in range(self.number)]
+        steps = [one for step in range(self.number) for one in self.many.at(step)]
         for norms, keys in (("saved", "keys"), ("taken", "names"))[: 1 if only_files else 2]:
             found = [norm for step in steps for norm in step.get(norms, ())]
             names = {key for step in steps for key in step.get(keys, ())}

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FORMAT = "meshwright trace 10"
+INPUT = " input"
+"""What follows the name of a module in the name of its first input."""
 TOKENS = 1 << 14
 """Numbers of an output that are recorded, at most; beyond that, neighbours are added up."""
 BLOCK = 1024
@@ -182,6 +185,14 @@ def names_in(value: Any) -> set[str]:
     items = value.items() if isinstance(value, dict) else ()
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return {str(key) for key, _ in items}.union(*map(names_in, inner)) if not isinstance(value, str) else set()
+
+
+def new_step() -> dict[str, Any]:
+    """Make the record of a step in which nothing has happened yet."""
+    lists = "calls", "forward", "targets", "draws", "saved", "keys", "taken", "names", "loaded", "sights", "sent"
+    lists += "copies", "drawn", "chosen"
+    maps = "gradients", "before", "after", "state", "rates", "again"
+    return dict.fromkeys(("short", "unseen"), False) | {key: [] for key in lists} | {key: {} for key in maps}
 
 
 def packed(content: dict[str, Any]) -> dict[str, Any]:

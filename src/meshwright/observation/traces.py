@@ -16,23 +16,11 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-from .sketches import unpacked
+from .sketches import FORMAT, INPUT, new_step, unpacked
 
-FORMAT = "meshwright trace 10"
-INPUT = " input"
-"""What follows the name of a module in the name of its first input."""
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
-
-
-NOTHING: dict[str, Any] = {
-    **{key: [] for key in ("calls", "forward", "targets", "draws", "sights", "sent", "saved", "keys", "taken")},
-    **{key: [] for key in ("names", "loaded", "copies", "drawn", "chosen")},
-    **{key: {} for key in ("gradients", "before", "after", "left", "state", "rates")},
-    "short": False,
-    "unseen": False,
-    "again": {},
-}
+NOTHING: dict[str, Any] = {**new_step(), "left": {}}
 """The step of a rank that took none."""
 
 
@@ -131,6 +119,10 @@ class Run:
         """Return a rank's step; an empty one if the rank took fewer."""
         steps = self.ranks[rank]["steps"]
         return steps[step] if step < len(steps) else NOTHING
+
+    def at(self, step: int) -> list[dict[str, Any]]:
+        """Return all ranks' step."""
+        return [self.step(rank, step) for rank in range(len(self.ranks))]
 
 
 def matched(own: list[set[str]], rows: list[set[str]]) -> list[int]:
