@@ -395,7 +395,9 @@ def row_parallel(module: nn.Module, transposed: bool, runtime: Runtime, reductio
     """Make a linear layer row-parallel: each rank has some input features."""
 
     def row_forward(x: Tensor) -> Tensor:
-        weight, bias = weight_and_bias(module)
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")  # a call fewer for each layer
+        assert weight is not None
+        weight, bias = local(weight), None if bias is None else local(bias)
         if bias is not None and reduction.sums_bias:
             bias = functions.summing_gradients(bias, runtime.group)
         way = products_of(module, transposed, ROW)
