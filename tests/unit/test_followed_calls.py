@@ -36,6 +36,7 @@ from meshwright.distributed.parallelize import single_process_mesh
 from meshwright.distributed.parallelizer import nvfsdp_strategy_parallelize
 from meshwright.distributed.pipeline.stage_module import decoder_config
 from meshwright.distributed.pipeline_parallel import PipelineStageModule
+from meshwright.distributed.setup import destroy_distributed
 from meshwright.integrations.training_arguments import SFT_CONFIG, TRAINING_ARGUMENTS, _precision, refuse
 from meshwright.introspection.source import read_causal_lm
 from meshwright.models.decoder_config import SIZES, MoEConfig
@@ -627,7 +628,14 @@ def made_by(text: str, model, check: bool = False) -> None:
         check_optimizer(optimizer, model.plan.optimizer)
 
 
+@pytest.fixture
+def _ends_its_group():
+    yield
+    destroy_distributed()
+
+
 @pytest.mark.first("logging.memory_snapshot, by 'it'")
+@pytest.mark.usefixtures("_ends_its_group")
 @pytest.mark.parametrize(("names", "before", "after"), CALLS, ids=[", ".join(names) for names, *_ in CALLS])
 def test_advice_of_a_call_is_followed(names, before, after, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
