@@ -20,6 +20,7 @@ from meshwright.distributed.optimizer.step import watch_steps
 from meshwright.distributed.process.world import warn_of_newer_releases
 from meshwright.distributed.weights.constructed import Weights, materialise
 from meshwright.introspection.facts import ModelFacts
+from meshwright.introspection.measurements import without_collector
 from meshwright.introspection.signature import core_of
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan
@@ -213,6 +214,7 @@ follow sharding, so that a rank makes only its share; DDP is last, since it copi
 NAMES = tuple(row.name for row in ORDER)
 
 
+@without_collector()
 def prove(facts: ModelFacts, plan: Plan, only: tuple[str, ...] = NAMES) -> dict[str, str]:
     """Rehearse on small copies what was only measured of a plan, cuts of rows, weights and stages. No communication.
 

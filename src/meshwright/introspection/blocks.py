@@ -144,8 +144,8 @@ def attention_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, .
     found: list[str] = []
     for raw, module in model.named_modules():
         path = clean(raw)
-        inside = any(is_within(path, block) and path != block for block in blocks)
-        if not inside or any(is_within(path, earlier) for earlier in found):
+        places = around(path)
+        if set(places[1:]).isdisjoint(blocks) or not set(places).isdisjoint(found):
             continue
         words = f"{path.rpartition('.')[2]} {type(module).__name__}".lower()
         has_linear = any(p.dim() >= 2 for p in module.parameters())

@@ -18,7 +18,7 @@ from meshwright.core.torch_private import is_persistent
 from meshwright.introspection.adapter_request import Adapters
 from meshwright.introspection.blocks import Hints, attention_modules, repeated_blocks
 from meshwright.introspection.images import ImageArguments
-from meshwright.introspection.measurements import Measurements, measurements_of, stated
+from meshwright.introspection.measurements import Measurements, measurements_of, stated, without_collector
 from meshwright.introspection.premises.premises import hooks_of
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.source import as_module, with_adapters
@@ -169,6 +169,7 @@ class ModelFacts:
         return found
 
 
+@without_collector()
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the facts off a module (best on meta, where only the walk costs time)."""
     names: dict[int, list[str]] = {}
@@ -194,7 +195,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
     )
     blocks = repeated_blocks(model)
     token_ids = measurements_of(model).token_ids()
-    outside = [m for n, m in model.named_modules() if not any(is_within(clean(n), block) for block in blocks)]
+    outside = [m for n, m in model.named_modules() if set(blocks).isdisjoint(around(clean(n)))]
     heads = [m.out_features for m in outside if isinstance(m, nn.Linear)]
     return ModelFacts(
         kind=type(model).__name__,

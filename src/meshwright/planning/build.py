@@ -12,6 +12,7 @@ from meshwright.core.names import matching, owner, pattern
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, ParameterFact, facts_with
+from meshwright.introspection.measurements import without_collector
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning import explain
 from meshwright.planning.collectives import step_collectives
@@ -62,6 +63,7 @@ from meshwright.planning.values import (
 )
 
 
+@without_collector()
 def plan(
     model: Any,
     layout: Layout,
