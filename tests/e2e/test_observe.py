@@ -603,3 +603,64 @@ def test_attention_and_steps_done_again(what: str, kind: str, plain: Path, tmp_p
     assert (found["step"], found["kind"]) == (int(bool(kind)), kind), found
     if what == "undone":
         assert blame(tmp_path / "many", plain)["verdict"] == "sound"
+
+
+OWN_ROWS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+way, rank, world = sys.argv[1], 0, 1
+if way != "one":
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+class Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        if world > 1:
+            dist.all_reduce(x)
+        return x
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Parameter(torch.randn(12, 4)), nn.Linear(4, 3)
+    def forward(self, ids, shift):
+        table = self.rows * ((torch.arange(12) + shift) % world == rank)[:, None]
+        if way == "of own ids":  # each rank looks up some of a batch's ids, in whatever row
+            mine = torch.arange(len(ids)) % world == rank
+            return self.head(Added.apply(self.rows[ids] * mine[:, None]))
+        return self.head(Added.apply(table[ids]))
+
+torch.manual_seed(0)
+model = Table()
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for step in range(4):
+    torch.manual_seed(step)
+    shift = int(step > 1 and way in ("handed over", "kept"))
+    if step == 2 and way == "handed over":
+        for rows in (model.rows.data, optimizer.state[model.rows]["sum"]):
+            rows *= (torch.arange(12) % world == rank)[:, None]
+            dist.all_reduce(rows)
+    loss = nn.functional.cross_entropy(model(torch.randint(0, 12, (16,)), shift), torch.randint(0, 3, (16,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "step"), [("still", 0), ("handed over", 0), ("kept", 2), ("of own ids", 1)], ids=lambda value: str(value)
+)
+def test_rows_that_one_rank_steps_and_others_never_read(way: str, step: int, tmp_path: Path):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (script := tmp_path / "script.py").write_text(OWN_ROWS)
+    observe(tmp_path / "one", [sys.executable, str(script), "one"], "--steps", "4")
+    observe(tmp_path / "many", [*start, str(script), way], "--steps", "4")
+    found = blame(tmp_path / "one", tmp_path / "many")
+    assert (found["verdict"], found["step"]) == (("fault", step) if step else ("sound", 0)), found
+    assert not step or found["place"] == "rows"

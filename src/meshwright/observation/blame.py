@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from .diagnosis import Diagnosis
 from .findings import FLOORS, SMALL, Finding, Off, is_router, ranks_of
 from .groups import sums_a_copy
 from .passes import ROUNDING, Passes, factor, is_one
+from .row_kinds import owned_tables
 from .settings import other_rates, wrong_draws
 from .traces import (
     NOTHING,
@@ -171,9 +173,10 @@ class Blame:
             steps = [len(trace["steps"]) for trace in self.many.ranks]
             # weights that a rank is given after it has left are no step's
             leaves = [step + 1 == n < max(steps) for n in steps]
-            off = (self._parameters(stage, step) for stage in ("after", "left"))
-            left = [[o for o in found if not leaves[o.rank]] for found in off]
+            left = [[o for o in self._parameters(stage, step) if not leaves[o.rank]] for stage in ("after", "left")]
             gradients = self._gradients(step)
+            if (gradients or left[0]) and (owned := self.owned[step]):
+                *left, gradients = ([o for o in off if o.name not in owned] for off in (*left, gradients))
             moved = self._between(step) if step and (gradients or left[0]) else []
             if moved:  # without a difference in the step it was noted earlier or later, no more
                 return self._at(step).of_beginning(moved)
@@ -347,6 +350,13 @@ class Blame:
         pairs = [(o.found, o.whole) for o in gradients if o.whole is None or len(o.whole) > 1]
         averaged = bool(pairs) and all(f is not None and w is not None and factor(f, w) is None for f, w in pairs)
         return self._by_hand(step) or averaged or bool(rates)
+
+    @cached_property
+    def owned(self) -> list[set[str]]:
+        """By step, the tables of which each rank steps rows of its own."""
+        every = [Passes(self.base, self.many, self.places, step) for step in range(self.n_steps)]
+        stages = "gradients", "before", "after"
+        return owned_tables(every, lambda n: [[e for e in self._entries(stage, n) if e[2]] for stage in stages])
 
     def _by_hand(self, step: int) -> bool:
         return not any(rates for one in self.many.at(step) for rates in one["rates"].values())

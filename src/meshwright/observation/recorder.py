@@ -39,8 +39,10 @@ from meshwright.observation.patches import (
 from meshwright.observation.pieces import Piece, is_short, pieces_of, record, walk, wrapped_under
 from meshwright.observation.reruns import Reruns
 from meshwright.observation.sketches import (
+    AT_STEP,
     FORMAT,
     INPUT,
+    REST,
     checksum,
     first_tensor,
     hashes,
@@ -95,7 +97,7 @@ class Recorder:
         self.seen: dict[str, tuple[Any, dict[str, Any]]] = {}
         self.versions: dict[int, int] = {}
         self.by_hand: bool | None = None
-        self.closed = self.compiles = self.cuts = False
+        self.closed = self.compiles = self.cuts = self.is_written = False
         self.arrived: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
     # --- forward
@@ -202,11 +204,13 @@ class Recorder:
             known = self.now["before"] if self.stepped else {}  # before the optimizers that have stepped already
             self.now["before"] = {name: known.get(name, entry) for name, entry in self.parameters().items()}
         if not self.stepped:  # of parameters that no optimizer steps here, too
+            own = {id(p) for p in stepped}
             for name, (tensor, piece) in self._by_name().items():
-                if tensor.grad is not None:
+                if tensor.grad is not None and id(tensor) not in own:
                     self.now["gradients"][name] = piece.record(tensor.grad)
         self.find_sent()
         self.stepped.add(id(optimizer))
+        self.is_written = False
         for group in optimizer.param_groups:
             rates = {key: float(value) for key, value in group.items() if isinstance(value, (int, float))}
             rates |= {"betas": list(map(float, group["betas"]))} if "betas" in group else {}
@@ -364,7 +368,7 @@ class Recorder:
         """Close the step whose optimizers have all stepped, and note what the next one begins with."""
         left = self.write_left()
         self.n_done += 1
-        self.now, self.stepped, self.roots = new_step(), set(), {}
+        self.now, self.stepped, self.roots, self.is_written = new_step(), set(), {}, False
         self.now["before"] = left
         if self.n_done >= self.n_steps:
             self.closed = True
@@ -439,7 +443,7 @@ class Recorder:
     # --- write
 
     def write(self) -> None:
-        """Write the step; modules get their names only now."""
+        """Write the step, or what it has got since its optimizers stepped; modules get their names only now."""
         if not self.now["after"]:
             return
         rank, world = self.met
@@ -455,13 +459,17 @@ class Recorder:
             **self.now,
             **{key: [*map(named, self.now[key])] for key in ("sent", "calls", "forward", "draws", "sights")},
         }
+        if self.is_written:
+            step = {key: value for key, value in step.items() if key not in AT_STEP}
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
         content |= {"time": time.time(), "others": self.others, "step": step, "command": self.settings.get("command")}
-        content |= {"cut": self.cuts and self.settings.get("modules", True)}
+        content |= {"cut": self.cuts and self.settings.get("modules", True), "rest": self.is_written}
         os.makedirs(self.settings["folder"], exist_ok=True)
-        path = os.path.join(self.settings["folder"], f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}.pt")
+        name = f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}{REST * self.is_written}.pt"
+        path = os.path.join(self.settings["folder"], name)
         SAVE(packed(content), path + ".partial")
         os.replace(path + ".partial", path)
+        self.is_written = True
 
     def write_left(self) -> dict[str, dict[str, Any]]:
         """Note what the step left after its optimizers, write it, and return the parameters."""

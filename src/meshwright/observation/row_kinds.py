@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .findings import near
-from .passes import Pair, Passes, factor, is_one
-from .traces import relative
+from .passes import ROUNDING, Pair, Passes, factor, is_one
+from .traces import Place, relative
 
 
 def of_rows(passes: Passes, off: list[Pair], every: list[Pair]) -> tuple[str, str] | None:
@@ -58,3 +60,45 @@ def _of_statistics(off: list[Pair]) -> str | None:
         lines.append(torch.cat([slope, y_mean - slope * x_mean]))
     alike = max((sum(relative(line, other) < 1e-3 for other in lines) for line in lines), default=0)
     return "wrong group" if 1 < alike < len(lines) else "missing reduction" if alike == 1 else None
+
+
+def owned_tables(every: Sequence[Passes], entries: Callable[[int], list[list[Any]]]) -> list[set[str]]:
+    """Name the tables of which each rank, though it has all rows of a batch, steps some rows and reads no others.
+
+    Each row has one process's gradient on one rank and none on the others. Its parameters are one process's on a rank,
+    and on the others, too, or those before the step; and no output differs in this step or the next.
+
+    Args:
+        every: the passes of each step.
+        entries: a step's number -> what ranks have of gradients, of parameters before the step and after it.
+
+    Returns the names by step.
+    """
+
+    def alike(found: Tensor, whole: Tensor) -> Tensor:
+        return (found - whole).abs() <= ROUNDING["float32"] * whole.abs().max()
+
+    owned: list[set[str]] = []
+    for step, passes in enumerate(every):
+        whole, own = passes.counts()
+        if any(counts != whole for counts in own) or passes.first_output() is not None:
+            return owned[:-1] + [set()] * (len(every) - max(step - 1, 0))
+        found, stages = set[str](), []
+        for stage in entries(step):
+            by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+            for _, place, entry, reference in stage:
+                if place == Place(place.name) and reference:
+                    by_name.setdefault(place.name, []).append((entry["m"][0], reference["m"][0]))
+            stages.append(by_name)
+        for name in set.intersection(*map(set, stages), *owned[-1:]):
+            if {len(stage[name]) for stage in stages} == {len(own)}:
+                (gradients, g), (begun, b), (left, a) = (
+                    (torch.stack([p[0] for p in s[name]]), s[name][0][1]) for s in stages
+                )
+                right, is_idle = alike(left, a), gradients == 0
+                is_kept = is_idle & ((left == begun) | alike(left, b))
+                is_whole = alike(gradients.sum(0), g) & right.any(0) & (right | is_kept).all(0)
+                if bool((is_whole & (is_idle.sum(0) >= len(own) - 1)).all()):
+                    found.add(name)
+        owned.append(found)
+    return owned

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMAT = "meshwright trace 10"
+FORMAT = "meshwright trace 11"
+AT_STEP = ("gradients", "before", "after", "state", "rates")
+"""What a step's first file holds once its optimizers have stepped; its second, ``REST``, has what came since."""
+REST = ".rest"
 INPUT = " input"
 """What follows the name of a module in the name of its first input."""
 TOKENS = 1 << 14
@@ -203,12 +206,13 @@ def packed(content: dict[str, Any]) -> dict[str, Any]:
     def place(tensor: Tensor) -> dict[str, Any]:
         if id(tensor) not in placed:
             name = str(tensor.dtype)[6:]
-            numbers[name].append(tensor.as_subclass(Tensor).reshape(-1))
+            numbers[name].append(tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor))
             placed[id(tensor)] = {"#": [name, begins[name], list(tensor.shape)]}
             begins[name] += tensor.numel()
         return placed[id(tensor)]
 
-    return {"json": json.dumps(content, default=place)} | {name: torch.cat(parts) for name, parts in numbers.items()}
+    text = json.dumps(content, default=place)
+    return {"json": text} | {name: torch.cat([part.reshape(-1) for part in parts]) for name, parts in numbers.items()}
 
 
 def unpacked(file: dict[str, Any]) -> dict[str, Any]:

@@ -46,9 +46,15 @@ class Run:
                 f" one with: meshwright observe {folder} -- python train.py"
             )
         read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-        parts = [unpacked(part) if "json" in part else part for part in read]
-        if any(part["format"] != FORMAT for part in parts):
+        every = [unpacked(part) if "json" in part else part for part in read]
+        if any(part["format"] != FORMAT for part in every):
             raise ConfigError(f"{folder} holds traces of another version of meshwright; observe the run anew")
+        parts: list[dict[str, Any]] = []
+        for part in every:
+            if part.get("rest"):
+                parts[-1] |= part | {"step": parts[-1]["step"] | part["step"]}
+            else:
+                parts.append(part)
         for step in (part["step"] for part in parts if "left" in part["step"]):
             step["left"] = {name: entry or step["after"][name] for name, entry in step["left"].items()}
         ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
