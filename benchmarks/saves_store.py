@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.manifest import Manifest, TensorEntry, blocks_in, commit, pack_name
-from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
+from meshwright.checkpoint.pieces import write_pieces
 from meshwright.checkpoint.store import LocalStore
 
 ROUNDS = 9
@@ -34,12 +35,16 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+def bytes_of(tensor: torch.Tensor):
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
 def saved(store: LocalStore, tensors: dict[str, torch.Tensor], step: int, after: int = 0) -> int:
     """Save, and return the bytes written."""
     folder = f"step-{step:08d}"
     earlier = blocks_in(store, f"step-{after:08d}", folder) if after else ({}, {})
     pieces = [
-        PieceInMemory(key, (0,) * t.dim(), tuple(t.shape), "float32", t.view(-1).view(torch.uint8).numpy())
+        SimpleNamespace(key=key, offset=(0,) * t.dim(), shape=tuple(t.shape), dtype="float32", data=bytes_of(t))
         for key, t in tensors.items()
     ]
     entries = write_pieces(store, folder, pack_name(f"{step:08x}", 0), pieces, *earlier)

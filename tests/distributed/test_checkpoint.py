@@ -19,6 +19,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ from meshwright.checkpoint.manifest import (
     commit,
     pack_name,
 )
-from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
+from meshwright.checkpoint.pieces import write_pieces
 from meshwright.checkpoint.state import NUMPY, PYTHON, python_streams, restore_random
 from meshwright.checkpoint.store import LocalStore
 from meshwright.distributed.process import agree
@@ -867,7 +868,10 @@ def whole_step(folder: CheckpointFolder, step: int, *contents: bytes, after: int
     earlier = {}, {}
     if after is not None:
         earlier = blocks_in(store, f"step-{after:08d}", name)
-    pieces = [PieceInMemory(f"model.{i}", (0,), (len(c),), "uint8", c) for i, c in enumerate(contents)]
+    pieces = [
+        SimpleNamespace(key=f"model.{i}", offset=(0,), shape=(len(c),), dtype="uint8", data=c)
+        for i, c in enumerate(contents)
+    ]
     entries = write_pieces(store, name, pack_name(f"{step:08x}", 0), pieces, *earlier)
     tensors = {e.key: TensorEntry(e.shape, "uint8", (e,)) for e in entries}
     commit(store, name, Manifest(tensors, {}, extra={"step": step}))

@@ -20,6 +20,7 @@ import torch
 from support import families
 from support.laid_out import Figures, Held, assert_same, counted, estimated, held, own_rows
 from support.ranks import ranks, refusal
+from support.schedule_tables import write_schedule
 
 from meshwright import UnsupportedError
 from meshwright.checkpoint import load, save
@@ -36,7 +37,7 @@ from meshwright.distributed.weights.shards import whole_on_first
 from meshwright.models.decoder_config import DecoderConfig
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.schedule import peak_live, write_schedule
+from meshwright.planning.pipeline.schedule import peak_live
 from meshwright.planning.pipeline.stages import pipeline_collectives
 from meshwright.planning.values import Batch
 from meshwright.verification.problem import RandomBatches

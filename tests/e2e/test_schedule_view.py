@@ -7,10 +7,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from e2e_runs import only_run
+from support.schedule_tables import write_schedule
 
 from meshwright.cli.main import main
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.schedule import simulate, write_schedule
+from meshwright.planning.pipeline.schedule import simulate
 
 
 @pytest.mark.parametrize("name", KINDS)

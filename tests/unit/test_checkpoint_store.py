@@ -10,6 +10,7 @@ import re
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -25,7 +26,7 @@ from meshwright.checkpoint import store as stores
 from meshwright.checkpoint.copying import copy, verify
 from meshwright.checkpoint.folder import CheckpointFolder
 from meshwright.checkpoint.manifest import NAME, Manifest, TensorEntry, blocks_in, commit, pack_name
-from meshwright.checkpoint.pieces import PieceInMemory, write_pieces
+from meshwright.checkpoint.pieces import write_pieces
 from meshwright.checkpoint.store import LocalStore, RemoteStore, place_of, store_of
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError, IntegrityError
@@ -67,7 +68,7 @@ def written(place, step: int, values=VALUES, after: int | None = None, cut: int 
                 if not len(part):
                     continue
             data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-            mine.append(PieceInMemory(key, offset, part.shape, str(value.dtype), data))
+            mine.append(SimpleNamespace(key=key, offset=offset, shape=part.shape, dtype=str(value.dtype), data=data))
         entries += write_pieces(store, name, pack_name(f"{step:08x}", rank), mine, *earlier)
     tensors = {
         key: TensorEntry(value.shape, str(value.dtype), tuple(e for e in entries if e.key == key))

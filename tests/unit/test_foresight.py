@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.forecasts import CONFIG
 
+from benchmarks.published.rows import limited_to
 from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
@@ -95,7 +96,7 @@ def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():
 
 def test_cards_with_less_power_compute_slower_and_move_as_fast():
     full = device("h100")
-    less = full.limited_to(500, 700)
+    less = limited_to(full, 500, 700)
     assert less.speed("bfloat16") / full.speed("bfloat16") == pytest.approx((500 / 700) ** 0.7)
     assert less.attention_s(1e15, "fused", backward=True, head_dim=128) > full.attention_s(
         1e15, "fused", backward=True, head_dim=128

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 from support.forecasts import CONFIG
+from support.schedule_tables import write_schedule
 
 from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
-from meshwright.planning.pipeline.schedule import peak_live, simulate, wait_order, write_schedule
+from meshwright.planning.pipeline.schedule import peak_live, simulate, wait_order
 from meshwright.simulation import pipeline
 from meshwright.simulation.cards import machines
 from meshwright.simulation.job import Architecture, Execution, Job

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.schedule_tables import write_schedule
 from torch.distributed.pipelining import schedules as torchs
 
 from meshwright import ConfigError
@@ -29,7 +30,6 @@ from meshwright.planning.pipeline.schedule import (
     programs,
     read_schedule,
     simulate,
-    write_schedule,
 )
 
 RANKS = st.integers(2, 6)

@@ -73,17 +73,6 @@ class Piece(Protocol):
 
 
 @dataclass(frozen=True)
-class PieceInMemory:
-    """A piece whose bytes are at hand."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    data: Buffer
-
-
-@dataclass(frozen=True)
 class PieceEntry:
     """Where the bytes of a box of a tensor are stored.
 

@@ -69,6 +69,7 @@ def run(argv: list[str]) -> int:
     opened = open_model(argv[0], trusted=options.trust, **{name: getattr(options, name) for name in names})
     from meshwright.data.tokenizers import template_of
     from meshwright.training.model_source import template_folder
+    from meshwright.training.run.occupancy import held_by
     from meshwright.training.run.opened import Sampler
 
     s, chat = opened.config.sample, None
@@ -88,7 +89,7 @@ def run(argv: list[str]) -> int:
         top_p=options.top_p,
     )
     length = s.tokens if options.tokens is None else options.tokens
-    if opened.is_being_trained:
+    if opened.checkpoint is not None and held_by(opened.path):
         print(f"meshwright: {opened.words}; the run is still being trained", file=sys.stderr)
     try:
         if chat is not None:

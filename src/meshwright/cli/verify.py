@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -122,11 +122,12 @@ def _verify(config: Config, layouts: list[Layout], dtypes: tuple[str, ...], opti
     pool = WorkerPool(max(layout.world for layout in layouts))
     try:
         for layout in layouts:
+            rows = layout.world * -(-subject.batches.rows // layout.world)
             try:
                 report = verify(
                     subject.model,
                     layout,
-                    subject.batches_for(layout.world),
+                    replace(subject.batches, rows=rows),
                     steps=options.steps or 3,
                     dtypes=dtypes,
                     techniques=subject.techniques,

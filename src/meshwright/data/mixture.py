@@ -55,10 +55,6 @@ class Order:
         """Return the sample at ``index``; see ``take``."""
         return int(self.take(np.array([index], dtype=np.int64))[0])
 
-    def epoch(self, index: int) -> int:
-        """Return the epoch, from 0, that ``index`` lies in."""
-        return index // self.n
-
     def take(self, indexes: np.ndarray) -> np.ndarray:
         """Return the samples at ``indexes`` (int64, any shape, 0 to 2**63 - 1): int64 of this shape, in [0, n).
 

@@ -169,7 +169,9 @@ class Blame:
                 names = {place.name for rank in alone for place in self.places[rank].values()}
                 return self._at(step).of_missing(names, alone, "it is updated, and others leave the update out")
             if away := self._left_out(step):
-                return self._at(step).of_left_out(away)
+                resume = self._at(step).resume
+                kind = resume.kind(away, [], ["scale"]) if all(map(resume.reads, away)) else "not updated"
+                return self._at(step).finding(".+", away, kind, "", "no step is taken")
             steps = [len(trace["steps"]) for trace in self.many.ranks]
             # weights that a rank is given after it has left are no step's
             leaves = [step + 1 == n < max(steps) for n in steps]
@@ -190,8 +192,8 @@ class Blame:
             if gradients and not after and self._may_differ(step, gradients):
                 gradients = []
             if not gradients and not (after and (left[0] or step + 1 == self.n_steps)):
-                if self.is_short and (shorter := self._at(step).of_shorter()) is not None:
-                    return shorter
+                if self.is_short and (shorter := self._at(step).passes.first_shorter()) is not None:
+                    return self._at(step).of_output(*shorter)  # in 16 bits where one process is not
                 if copied := self.copied.off(step):
                     seen = min(step + self.copied.is_read(step, copied), self.n_steps - 1)
                     return self.copied.finding(self._at(seen), step, copied)

@@ -56,11 +56,6 @@ class Diagnosis:
         self.bound = 5e-2 if self.whole["short"] else 1e-3
         """Relative error by which two tensors are the same, up to a factor."""
 
-    def of_shorter(self) -> Finding | None:
-        """Find a module that computes in 16 bits where one process does not, though nothing differs by more."""
-        found = self.passes.first_shorter()
-        return found and self._of_output(*found)
-
     def place(self, gradients: list[Off], after: list[Off]) -> Finding:
         """Find where in the step the difference of gradients, or of parameters after it, arises."""
         if (rows := self.passes.wrong_rows() or self.passes.wrong_labels()) is not None:
@@ -85,7 +80,7 @@ class Diagnosis:
             modules = {o.name.rpartition(".")[0] for o in gradients}
             output = self.passes.first_output() or self.passes.first_output(modules)
             if output is not None:
-                return self._of_output(*output)
+                return self.of_output(*output)
             return self._of_gradients(gradients)
         return self._of_updates(after)
 
@@ -142,12 +137,6 @@ class Diagnosis:
             self.finding(place, ranks, "stale value", "it changed after the optimizer's step"), step=self.number
         )
 
-    def of_left_out(self, ranks: Sequence[int]) -> Finding:
-        """Describe a step that ranks do not take, such as one whose scaled gradients are not finite."""
-        resumed = all(map(self.resume.reads, ranks))
-        kind = self.resume.kind(ranks, [], ["scale"]) if resumed else "not updated"
-        return self.finding(".+", ranks, kind, "", "no step is taken")
-
     def of_missing(self, names: set[str], ranks: Iterable[int], why: str) -> Finding:
         """Describe parameters on which ranks did not agree."""
         order = list(self.whole["before"])
@@ -168,7 +157,7 @@ class Diagnosis:
 
     # --- outputs
 
-    def _of_output(self, name: str, off: list[Pair], every: list[Pair]) -> Finding:
+    def of_output(self, name: str, off: list[Pair], every: list[Pair]) -> Finding:
         ranks = {pair.rank for pair in off}
         errors = [pair.error for pair in off]
         source, inputs = self.passes.first_input(name)
@@ -337,7 +326,9 @@ class Diagnosis:
             return "stale value", "the last step's is in it", ranks
         if (word := unreduced(self.passes, finite, self.bound)) is not None:
             return *word, ranks
-        if (other := self._of_another(finite)) is not None:
+        alive = {name: vector(entry) for name, entry in self.whole["gradients"].items() if entry and entry["norm"]}
+        others = (n for o in finite[:4] for n in alive if n != o.name and relative(o.found, alive[n]) < 1e-3)  # type: ignore[arg-type]
+        if (other := next(others, None)) is not None:
             return "wrong order", f"{finite[0].name} has that of {other}", ranks
         if max(o.error for o in finite) < 0.02:
             return "rounding/dtype", "by as much as a shorter dtype rounds", ranks
@@ -425,15 +416,6 @@ class Diagnosis:
                     other = homes.setdefault((place.name, place.key), name)
                     if other != name:
                         return place.name, f"{other} and {name}"
-        return None
-
-    def _of_another(self, off: Sequence[Off]) -> str | None:
-        for o in off[:4]:
-            for name, entry in self.whole["gradients"].items():
-                if entry is None or name == o.name or o.found is None or not entry["norm"]:
-                    continue
-                if relative(o.found, vector(entry)) < 1e-3:
-                    return name
         return None
 
     # --- updates

@@ -296,7 +296,8 @@ def _tensor_plan(case: Case) -> tuple[TensorPlan | None, tuple[str, ...]]:
         ):
             raise _odd(p, precision.compute, f"layout.tp = {layout.tp} cuts it")
     if layout.cp > 1 and facts.applied_plan(ContextPlan) is None and facts.measurements.mixing().mixers:
-        made = made.branch_by_branch()
+        # modules that compute whole rows are given other tensors than norms return, and their layers give others
+        made = replace(made, kinds=tuple(replace(kind, norms=(), summed=()) for kind in made.kinds))
     return replace(made, async_tensor_parallel=requested.async_tensor_parallel), tensor_notes
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any
@@ -25,9 +25,6 @@ RAMP = 0.63
 tile (first operands in, result out) take as long as its products: 96 on an A100, where it was assumed; twice as deep
 where products are twice as fast."""
 
-POWER = 0.7
-"""Power of a card's limit in watts that its products' speed grows with: steps take 10 to 15 % longer on an H100 of 600
-than of 700 W (factryze.ai/scale-atlas/power/power-capping)."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.88), (8, 0.72))
 """Speed of products by the power of two that divides their dims: rows of operands that begin within a line of memory
 are loaded in smaller pieces (the same guide; the fractions are assumed)."""
@@ -90,15 +87,6 @@ class Device:
             legal = ", ".join(self.flops)
             raise ConfigError(f"{self.name} has no figure for products in {dtype}. Legal are {legal}.")
         return self.flops[dtype] * self.efficiency.get(dtype, self.efficiency.get("default", 0.75))
-
-    def limited_to(self, watts: float, power: float) -> Device:
-        """Return the device with a limit of ``watts`` in place of its own."""
-        slower = (watts / power) ** POWER
-        return replace(
-            self,
-            efficiency={name: slower * part for name, part in self.efficiency.items()},
-            attention={k: AttentionSpeed(slower * s.forward, slower * s.backward) for k, s in self.attention.items()},
-        )
 
     @cached_property
     def half(self) -> str:

@@ -90,7 +90,9 @@ def references(
     problem = replace(problem, max_norm=one.max_norm)
     if problem.rounds_to in HALVES:  # far from a run in float32
         noise = torch.finfo(torch_dtype(problem.dtype)).eps / 2 if are_features_cut else 0.0  # rounding is to nearest
-        exact = _started_alike(reference(problem.unrounded, routes=routes), one)
+        techniques = {key: value for key, value in problem.techniques.items() if not key.startswith("float8")}
+        unrounded = replace(problem, dtype="float32", techniques=techniques)
+        exact = _started_alike(reference(unrounded, routes=routes), one)
         runs = [one, *_more(problem, ORDERS[:-1], noise, routes)]
         return one, _farthest([_distances(exact, other) for other in runs])
     one.narrows = are_features_cut and problem.dtype == "float64" and narrows_inside(problem)

@@ -243,10 +243,6 @@ class Subject:
     batches: RandomBatches
     techniques: dict[str, Any]
 
-    def batches_for(self, world: int) -> RandomBatches:
-        """Return the batches, with as many more rows as ``world`` ranks need to divide them."""
-        return replace(self.batches, rows=world * -(-self.batches.rows // world))
-
 
 def subject_of(config: Config, factory: str | None, world: int, *, shrink: bool) -> Subject:
     """Take the model of a config (or "package.module:factory"), small if asked, and batches of its shape.

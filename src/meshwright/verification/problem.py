@@ -192,15 +192,6 @@ class Problem:
         """Whether products in float8 can be counted: compiled ones cannot."""
         return self.rounds_to == "float8" and not self.techniques.get("compile")
 
-    @property
-    def unrounded(self) -> Problem:
-        """The same problem in float32 only."""
-        return replace(
-            self,
-            dtype="float32",
-            techniques={key: value for key, value in self.techniques.items() if not key.startswith("float8")},
-        )
-
     def of_one_process(self) -> Problem:
         """Return the part that one process computes, which problems that differ only in their layout share."""
         keys = (*OF_WEIGHTS, *FLOAT8) if self.rounds_to == "float8" else OF_WEIGHTS

@@ -366,12 +366,6 @@ def read_schedule(path: str | Path) -> PipelineSchedule:
     return made
 
 
-def write_schedule(schedule: PipelineSchedule, path: str | Path) -> None:
-    """Write a schedule so that ``read_schedule`` and torch read it."""
-    with Path(path).open("w", newline="", encoding="utf-8") as text:
-        csv.writer(text).writerows([str(action) for action in actions] for actions in schedule.ranks)
-
-
 # --- draw a schedule's timeline as text and as a picture
 
 Span = tuple[Action, float, float]

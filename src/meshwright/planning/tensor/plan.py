@@ -192,13 +192,6 @@ class TensorPlan:
             return WHOLE
         return kind.parts_of(path[len(block) + 1 :])
 
-    def branch_by_branch(self) -> TensorPlan:
-        """Return the plan without what several branches of a block compute together.
-
-        Modules that compute whole rows are given other tensors than norms return, and their layers give others.
-        """
-        return replace(self, kinds=tuple(replace(kind, norms=(), summed=()) for kind in self.kinds))
-
     def is_summed(self, name: str) -> bool:
         """Return whether the ranks' gradients of a whole parameter are partial."""
         if name in self.before or name in self.alike_behind or any(is_within(name, p) for p in self.of_images):

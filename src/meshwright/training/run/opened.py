@@ -143,11 +143,6 @@ class Opened:
         """The step of the run's checkpoint."""
         return None if self.checkpoint is None else step_of(self.checkpoint)
 
-    @property
-    def is_being_trained(self) -> bool:
-        """Whether a job trains the run now, so that other checkpoints will follow."""
-        return self.checkpoint is not None and bool(held_by(self.path))
-
     def model(self, layout: Layout | None = None) -> ParallelModel:
         """Lay the model out, and read its weights (collective; under a launcher it brings the ranks up).
 
