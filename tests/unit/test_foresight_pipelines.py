@@ -13,11 +13,19 @@ from support.schedule_tables import write_schedule
 from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
+from meshwright.distributed.memory.dry_run import estimate_memory
+from meshwright.introspection.cluster import Cluster
+from meshwright.introspection.facts import model_facts
+from meshwright.introspection.source import as_module
+from meshwright.models.decoder_config import DecoderConfig
+from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
 from meshwright.planning.pipeline.schedule import peak_live, simulate, wait_order
+from meshwright.planning.values import Batch
 from meshwright.simulation import pipeline
 from meshwright.simulation.cards import machines
+from meshwright.simulation.foresee import foresee
 from meshwright.simulation.job import Architecture, Execution, Job
 from meshwright.simulation.pipeline import (
     StageSeconds,
@@ -138,11 +146,29 @@ def test_more_microbatches_than_a_few_rounds_are_never_held(name):
 def test_memory_follows_the_schedule():
     sizes = {name: step_memory(job(4, 16, name, blocks=32)) for name in KINDS}
     assert sizes["gpipe"].activations > 3.5 * sizes["1f1b"].activations  # 16 microbatches, not 4
-    last = {name: rank_memory(one := job(4, 16, name), 3, SavedBytes(one)) for name in ("gpipe", "1f1b")}
-    assert last["gpipe"].logits == 17 / 2 * last["1f1b"].logits  # of 16 softmaxes, and the gradient of one
+    saved = SavedBytes(job(4, 16))
+    last = {name: rank_memory(job(4, 16, name), 3, saved) for name in ("gpipe", "1f1b")}
+    norms = 15 * 3 * saved.wide  # the last norm's input in fp32, and its output
+    assert last["gpipe"].logits - norms == 17 / 2 * last["1f1b"].logits  # of 16 softmaxes, and the gradient of one
     assert sizes["zbv_zero_bubble"].activations < 1.5 * sizes["1f1b"].activations
     split, whole = (step_memory(job(4, 16, name, 1)) for name in ("interleaved_zero_bubble", "interleaved_1f1b"))
     assert split.activations > whole.activations  # weight gradients wait with their inputs
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", *(pytest.param(s, marks=pytest.mark.all) for s in ("1f1b", "interleaved_1f1b"))]
+)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.all)])
+def test_memory_is_that_of_the_run_s_own_code_on_tensors_without_memory(schedule, recompute):
+    """Also before the first backward, when there are no gradients yet, and where the last stage's rows wait."""
+    facts = model_facts(as_module(DecoderConfig(8192, 512, 8, 8, 4, 1536, 512)))
+    asked = {"layout": Layout(pp=2, dp_shard=1), "batch": Batch(8, 512, 2)}
+    asked["techniques"] = {"pipeline_schedule": schedule, "activation_checkpointing": recompute}
+    made = plan(facts, **asked, cluster=Cluster(2, device="cuda"))
+    run = estimate_memory(facts, made, asked["batch"], keys=("tokens", "labels")).of()
+    candidates = foresee(facts, **asked, cluster=Cluster(2, gpu="h100", ranks_per_node=2)).candidates
+    found = candidates[0].candidate.memory
+    assert found.total - found.context - found.fragmented == pytest.approx(run.total, rel=0.03)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -194,7 +194,9 @@ class Observed:
         if len(tensor) != self._n_rows:
             return
         if part is not None and (
-            part.is_without_values(tensor) or self._homes.setdefault(name, part.number) != part.number
+            # a parameterless module's output is empty, or computed from a stand-in: another part has it
+            (part.ends if tensor.numel() == 0 else part.begins and bool(tensor.flatten()[:1].isnan()))
+            or self._homes.setdefault(name, part.number) != part.number
         ):
             return
         if is_in_backward():
@@ -268,10 +270,6 @@ class PartOfModel:
     number: int
     begins: bool
     ends: bool
-
-    def is_without_values(self, tensor: Tensor) -> bool:
-        """Return whether a parameterless module's output is empty, or computed from a stand-in: another part has it."""
-        return self.ends if tensor.numel() == 0 else self.begins and bool(tensor.flatten()[:1].isnan())
 
 
 @dataclass

@@ -314,9 +314,8 @@ class Diagnosis:
             by_rank = [[f for (rank, _), f in factors.items() if rank == own] for own in ranks]
             if (everywhere or self._is_clipped()) and all(is_one(fs, 2 * self.bound) for fs in by_rank):
                 return "missing reduction", "each rank scales by a number of its own", ranks
-        if everywhere and (met := sums_a_copy(self.passes, "")):
-            return "wrong group", met, ranks
-        if met := sums_strangers(self.passes, {o.name for o in finite}):
+        met = (everywhere and sums_a_copy(self.passes, "")) or sums_strangers(self.passes, {o.name for o in finite})
+        if met:
             return "wrong group", met, ranks
         if tied := self._copies_of_one(finite):
             return "tie broken", f"{tied[1]} are one parameter in one process", ranks
@@ -326,10 +325,9 @@ class Diagnosis:
             return "stale value", "the last step's is in it", ranks
         if (word := unreduced(self.passes, finite, self.bound)) is not None:
             return *word, ranks
-        alive = {name: vector(entry) for name, entry in self.whole["gradients"].items() if entry and entry["norm"]}
-        others = (n for o in finite[:4] for n in alive if n != o.name and relative(o.found, alive[n]) < 1e-3)  # type: ignore[arg-type]
-        if (other := next(others, None)) is not None:
-            return "wrong order", f"{finite[0].name} has that of {other}", ranks
+        alive = [(name, vector(entry)) for name, entry in self.whole["gradients"].items() if entry and entry["norm"]]
+        if others := [n for o in finite[:4] for n, g in alive if n != o.name and relative(o.found, g) < 1e-3]:  # type: ignore[arg-type]
+            return "wrong order", f"{finite[0].name} has that of {others[0]}", ranks
         if max(o.error for o in finite) < 0.02:
             return "rounding/dtype", "by as much as a shorter dtype rounds", ranks
         if len(known) == len(finite):

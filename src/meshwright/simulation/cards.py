@@ -190,10 +190,6 @@ class Machines:
     launch_s: float = 8e-6
     paired: int = 0
 
-    def inside_speed(self, ranks: int) -> float:
-        """Return the bytes per second of one device to the others of a group of ``ranks`` within a node."""
-        return self.inside.speed * ((ranks - 1) / (self.paired - 1) if self.paired else 1.0)
-
     @property
     def words(self) -> str:
         """The devices and their links, in words."""
@@ -235,7 +231,8 @@ def _ring_s(moved: float, group: Group, machines: Machines) -> float:
     if ranks <= 1 or moved <= 0:
         return 0.0
     inside = group.in_node(machines)
-    speed = machines.inside_speed(inside) if inside > 1 else math.inf
+    links = (inside - 1) / (machines.paired - 1) if machines.paired else 1.0  # of a device to the group's others
+    speed = machines.inside.speed * links if inside > 1 else math.inf
     if ranks > inside:
         speed = min(speed, machines.across.speed * inside)
     # the latency of one pass: a ring within nodes, a tree between many nodes

@@ -152,16 +152,23 @@ class SavedBytes:
         return self._known[key]
 
     def most(self, job: Job, rank: int) -> tuple[float, ...]:
-        """Return what a rank holds at most of activations and logits together, of a block's backward, and apart."""
+        """Return what a rank holds at most of activations and logits together, and of both once there are gradients.
+
+        And last, what an allocator has for loss and blocks apart.
+        """
         run = job.execution
         key = rank, job.layout, job.microbatches, run.stages_per_rank, run.schedule, run.loss_chunks
         key += run.gathers_each, run.reduces_each
         if key not in self._known:
             saves = HeldBytes.of(job, rank, self)
-            held = max((saves.at(moment) for moment in held_on(job, rank)), key=sum)
+            moments, later = held_on(job, rank), ()
+            few = 1 < job.microbatches <= job.layout.pp  # of which published runs hold more than that
+            if moments == (Held((job.microbatches,), (0,)),) and not few:  # all; only a backward makes them fewer
+                later = (Held((job.microbatches - 1,), (0,)),)
+            most = [max(map(saves.at, some), key=sum) for some in (moments, later or moments)]
             # loss and blocks need it after each other, and an allocator has it for both, by published runs
             apart = min(saves.logits, saves.backward) * saves.measured
-            self._known[key] = *held, saves.working + saves.backward, apart
+            self._known[key] = *most[0], *most[1], apart
         return self._known[key]
 
 
@@ -179,7 +186,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     """Forecast the bytes of one pipeline rank at its peak."""
     run, layout, model = job.execution, job.layout, job.architecture
     dense, experts, blocks, largest, outside = saved.elements(job, rank)
-    activations, logits, working, apart = saved.most(job, rank)
+    activations, logits, *later, apart = saved.most(job, rank)
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_shares[0]
     trained, weight, gathered = run.trained, run.weight_bytes or run.compute_bytes, 0.0
@@ -206,10 +213,9 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
             gradients += beside_buckets(gradients, min(gradients, head / layout.tp), delays=delays)
     if run.rests_on_host:
         parameters = gradients = owned = 0.0
-    if run.frees_gradients and job.microbatches == 1 and layout.pp == 1:
+    if run.frees_gradients and later != [activations, logits]:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
-        at_end = gradients, working, 0.0
-        gradients, activations, logits = max((0.0, activations, logits), at_end, key=sum)
+        gradients, activations, logits = max((0.0, activations, logits), (gradients, *later), key=sum)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
     fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
     held = parameters, gradients, state, activations, logits, gathered
@@ -225,7 +231,8 @@ class HeldBytes:
             gradients of inputs and of weights.
         working: of the block that computes.
         backward: beside that in a backward: what it computes again, and its gradients.
-        logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come.
+        logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come, with what
+            the last norm saves.
         measured: whether its own code says what blocks save; else loss and blocks count together.
     """
 
@@ -256,13 +263,16 @@ class HeldBytes:
         beside += model.masks * job.microbatch * job.seq_len**2 / job.layout.cp
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
+        norm = saved.wide * (
+            2 if run.fused or run.compute_bytes == 4 else 3
+        )  # of the last norm: an input in fp32, output
         return cls(
             tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + beside for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             2 * saved.wide,
             backward,
             (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
-            logits if run.loss_chunks == 1 else 0.0,
+            (logits if run.loss_chunks == 1 else 0.0) + (norm if job.rank_of[-1] == rank else 0.0),
             all(block.kept for block in model.kinds[0]),
         )
 
