@@ -278,6 +278,7 @@ def test_odd_scripts_get_a_sentence(change: dict, flags: list[str], words: str, 
 
 def test_a_process_that_ends_at_once_leaves_its_steps(usual: Path, tmp_path: Path):
     command = [sys.executable, "-c", LOOP.format(**(USUAL | {"after": "sys.stdout.flush(); os._exit(0)"}))]
+    served.close()  # as when a worker of pytest comes back to these tests
     done = served.run(["observe", tmp_path / "many", "--", *command])
     assert done.returncode == 0 and "rank 0 ended by os._exit or a signal" in done.stdout, done.stdout
     assert blame(usual, tmp_path / "many")["verdict"] == "sound"

@@ -58,10 +58,11 @@ class Meshwright:
         return subprocess.CompletedProcess(texts, json.loads(answer)["status"], *texts_printed)
 
     def close(self) -> None:
-        """Let the process end."""
+        """Let the process end; the next command starts another: pytest's workers may come back to a module of tests."""
         if self.process is not None:
             self.process.communicate()
         self.folder.cleanup()
+        self.process, self.folder = None, tempfile.TemporaryDirectory(prefix="served-")
 
 
 def asked(words: list[str], folder: str, out: str, err: str) -> dict[str, Any]:

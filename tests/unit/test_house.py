@@ -83,7 +83,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "data": (16, 6583, 29),
     "distributed": (88, 21287, 74),
     "integrations": (9, 1706, 9),
-    "introspection": (37, 10234, 35),
+    "introspection": (37, 10237, 35),
     "models": (4, 718, 4),
     "observation": (20, 4559, 31),
     "planning": (34, 8441, 21),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -41,7 +42,9 @@ def copy_of(model: nn.Module, instead: dict[int, Any] | None = None) -> nn.Modul
     ``copy.deepcopy`` leaves functions as they are: a copied model whose forward is a closure would run the original.
     ``instead``: objects to take in place of copies, by the id of the object that they replace.
     """
-    memo: dict[int, Any] = dict(instead or {})
+    # most dicts of hooks are empty, and copying those takes three quarters of the time of a small model's copy
+    dicts = (held for module in model.modules() for held in vars(module).values() if type(held) in (dict, OrderedDict))
+    memo: dict[int, Any] = {id(held): type(held)() for held in dicts if not held} | (instead or {})
     made = copy.deepcopy(model, memo)
     for module in model.modules():
         carry_functions(module, memo[id(module)], memo)
