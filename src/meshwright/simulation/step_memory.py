@@ -162,7 +162,7 @@ class SavedBytes:
         if key not in self._known:
             saves = HeldBytes.of(job, rank, self)
             moments, later = held_on(job, rank), ()
-            few = 1 < job.microbatches <= job.layout.pp  # of which published runs hold more than that
+            few = job.microbatches <= job.layout.pp > 1  # of which published runs hold more than that
             if moments == (Held((job.microbatches,), (0,)),) and not few:  # all; only a backward makes them fewer
                 later = (Held((job.microbatches - 1,), (0,)),)
             most = [max(map(saves.at, some), key=sum) for some in (moments, later or moments)]
@@ -263,16 +263,15 @@ class HeldBytes:
         beside += model.masks * job.microbatch * job.seq_len**2 / job.layout.cp
         # fp32 copies of them; in chunks, none outlives the loss
         logits = job.tokens / run.loss_chunks * model.vocab / job.layout.tp * 4 if job.rank_of[-1] == rank else 0.0
-        norm = saved.wide * (
-            2 if run.fused or run.compute_bytes == 4 else 3
-        )  # of the last norm: an input in fp32, output
+        inputs = 1 if run.fused or run.compute_bytes == 4 else 2  # of the last norm, which saves its output, too
+        norm = saved.wide * (inputs + 1) * (job.rank_of[-1] == rank)
         return cls(
             tuple((saved.kept[b] - saved.kept[a]) * (not run.offloads) + beside for a, b in bounds),
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             2 * saved.wide,
             backward,
             (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
-            (logits if run.loss_chunks == 1 else 0.0) + (norm if job.rank_of[-1] == rank else 0.0),
+            (logits if run.loss_chunks == 1 else 0.0) + norm,
             all(block.kept for block in model.kinds[0]),
         )
 
