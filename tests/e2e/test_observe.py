@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -282,6 +283,13 @@ def test_a_process_that_ends_at_once_leaves_its_steps(usual: Path, tmp_path: Pat
     done = served.run(["observe", tmp_path / "many", "--", *command])
     assert done.returncode == 0 and "rank 0 ended by os._exit or a signal" in done.stdout, done.stdout
     assert blame(usual, tmp_path / "many")["verdict"] == "sound"
+
+
+def test_a_trace_that_lacks_a_file_is_refused(usual: Path, tmp_path: Path):
+    shutil.copytree(usual, tmp_path / "some")
+    next((tmp_path / "some").glob("rank-*-000001.pt")).unlink()
+    done = served.run(["blame", usual, tmp_path / "some"])
+    assert done.returncode == 2 and re.search(r"holds rank-\S+\.rest\.pt and lacks rank-\S+-000001\.pt", done.stderr)
 
 
 ASKS = "import importlib.util\nfound = importlib.util.find_spec('torch')\n"

@@ -463,7 +463,7 @@ class Recorder:
             step = {key: value for key, value in step.items() if key not in AT_STEP}
         content = {"format": FORMAT, "rank": rank, "world": world, "process": os.getpid(), "began": self.began}
         content |= {"time": time.time(), "others": self.others, "step": step, "command": self.settings.get("command")}
-        content |= {"cut": self.cuts and self.settings.get("modules", True), "rest": self.is_written}
+        content |= {"cut": self.cuts and self.settings.get("modules", True)}
         os.makedirs(self.settings["folder"], exist_ok=True)
         name = f"rank-{rank:05d}-{os.getpid()}-{self.n_done:06d}{REST * self.is_written}.pt"
         path = os.path.join(self.settings["folder"], name)

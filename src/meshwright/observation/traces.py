@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.core.errors import ConfigError
 
-from .sketches import FORMAT, INPUT, new_step, unpacked
+from .sketches import FORMAT, INPUT, REST, new_step, unpacked
 
 CLOSE = 1e-4
 """Largest relative error of a marginal's value that is found in another marginal, before the first step."""
@@ -45,16 +45,16 @@ class Run:
                 f"{folder} holds no trace: no process of that run changed a module's parameters by gradients. Write"
                 f" one with: meshwright observe {folder} -- python train.py"
             )
-        read = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-        every = [unpacked(part) if "json" in part else part for part in read]
-        if any(part["format"] != FORMAT for part in every):
+        read = {file.name: torch.load(file, map_location="cpu", weights_only=True) for file in files}
+        every = {name: unpacked(part) if "json" in part else part for name, part in read.items()}
+        if any(part["format"] != FORMAT for part in every.values()):
             raise ConfigError(f"{folder} holds traces of another version of meshwright; observe the run anew")
-        parts: list[dict[str, Any]] = []
-        for part in every:
-            if part.get("rest"):
-                parts[-1] |= part | {"step": parts[-1]["step"] | part["step"]}
-            else:
-                parts.append(part)
+        for name in [name for name in every if REST in name]:
+            if (part := every.get(first := name.replace(REST, ""))) is None:
+                raise ConfigError(f"{folder} holds {name} and lacks {first}: copy the whole folder, or observe anew")
+            rest = every.pop(name)
+            part |= rest | {"step": part["step"] | rest["step"]}
+        parts = list(every.values())
         for step in (part["step"] for part in parts if "left" in part["step"]):
             step["left"] = {name: entry or step["after"][name] for name, entry in step["left"].items()}
         ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
