@@ -109,7 +109,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
     from importlib import import_module
 
-    value = getattr(import_module(_HOME[name]), name)
+    from meshwright.core.host import without_collector
+
+    with without_collector():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -39,6 +39,16 @@ def test_import_meshwright_imports_nothing_else_of_it():
     assert not roots(modules) & set(HEAVY)
 
 
+def test_the_collector_is_paused_during_an_import_and_then_as_it_was():
+    modules_after(
+        "import gc, torch, meshwright.core.host\n"
+        "def collections(): return sum(each['collections'] for each in gc.get_stats())\n"
+        "before = collections()\nfrom meshwright import parallelize\n"
+        "assert collections() - before <= 1 and gc.isenabled()  # one is due as soon as it goes on\n"
+        "gc.disable()\nfrom meshwright import Trainer\nassert not gc.isenabled()"
+    )
+
+
 def test_help_needs_neither_torch_nor_dataclasses():
     modules = modules_after("from meshwright.cli.main import main; main(['--help'])")
     assert not roots(modules) & {*HEAVY, "dataclasses"}

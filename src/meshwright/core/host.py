@@ -1,4 +1,6 @@
-"""Look at the host of this process: installed releases, network interfaces, shared memory. No file imports torch.
+"""Look at this process and its host: the collector of cycles, installed releases, network interfaces, shared memory.
+
+No file imports torch.
 
 gloo takes the names of GLOO_SOCKET_IFNAME, else the interface with the address of the host's own name, else the
 loopback (torch's ``ProcessGroupGloo``). NCCL takes NCCL_SOCKET_IFNAME (beginnings of names, ``=`` whole names, ``^``
@@ -9,18 +11,38 @@ all others), else "ib…", else any but docker's and the loopback (NCCL's ``nccl
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import re
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
 from meshwright.core.errors import ConfigError, MissingExtraError, UnsupportedError
+
+# --- pause this process's collector of cycles
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Pause Python's collector of cycles: a full collection beside an imported torch takes a quarter of a second.
+
+    Imports and small copies of models leave cycles of a few kilobytes. A collector that was off stays off.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 # --- name the folders outside a run that meshwright writes into
 

@@ -14,13 +14,13 @@ from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import CPU, current_device
 from meshwright.core.dtypes import torch_dtype
 from meshwright.core.errors import ConfigError
+from meshwright.core.host import without_collector
 from meshwright.core.names import clean
 from meshwright.core.record import recall, remember
 from meshwright.distributed.optimizer.step import watch_steps
 from meshwright.distributed.process.world import warn_of_newer_releases
 from meshwright.distributed.weights.constructed import Weights, materialise
 from meshwright.introspection.facts import ModelFacts
-from meshwright.introspection.measurements import without_collector
 from meshwright.introspection.signature import core_of
 from meshwright.planning.experts import ExpertPlan
 from meshwright.planning.float8 import Float8Plan

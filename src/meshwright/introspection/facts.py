@@ -12,13 +12,14 @@ from torch import nn
 
 from meshwright.core.dtypes import FLOATING, count_text
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.host import without_collector
 from meshwright.core.names import LENGTHS, around, clean, is_within, owner, pattern, under
 from meshwright.core.record import values_of
 from meshwright.core.torch_private import is_persistent
 from meshwright.introspection.adapter_request import Adapters
 from meshwright.introspection.blocks import Hints, attention_modules, repeated_blocks
 from meshwright.introspection.images import ImageArguments
-from meshwright.introspection.measurements import Measurements, measurements_of, stated, without_collector
+from meshwright.introspection.measurements import Measurements, measurements_of, stated
 from meshwright.introspection.premises.premises import hooks_of
 from meshwright.introspection.roles import hidden_matrices
 from meshwright.introspection.source import as_module, with_adapters

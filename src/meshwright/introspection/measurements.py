@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -171,21 +169,6 @@ class Measurements:
             with seeded(0):
                 self._answers[question] = measure()
         return self._answers[question]  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Pause Python's collector of cycles: a full collection beside an imported torch takes longer than a question.
-
-    Small copies leave cycles of a few kilobytes; whoever paused the collector already starts it again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def measurements_of(model: nn.Module) -> Measurements:

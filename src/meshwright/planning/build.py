@@ -8,11 +8,11 @@ from typing import Any
 from meshwright.core.axes import WORLD_AXES, Axis
 from meshwright.core.devices import is_accelerator, local_device
 from meshwright.core.errors import ConfigError, UnsupportedError
+from meshwright.core.host import without_collector
 from meshwright.core.names import matching, owner, pattern
 from meshwright.introspection.blocks import Hints
 from meshwright.introspection.cluster import Cluster
 from meshwright.introspection.facts import ModelFacts, ParameterFact, facts_with
-from meshwright.introspection.measurements import without_collector
 from meshwright.introspection.structure.experts import find_stacks
 from meshwright.planning import explain
 from meshwright.planning.collectives import step_collectives
