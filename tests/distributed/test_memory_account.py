@@ -82,6 +82,16 @@ def test_a_vocabulary_of_a_width_of_the_model_tells_no_logits():
     assert account.peak.total() >= account.most[MemoryUse.GRADIENTS] + account.most[MemoryUse.PARAMETERS]
 
 
+def test_the_account_keeps_no_gradient_alive():
+    """A validation after the step would be counted beside gradients that are gone."""
+    model = torch.nn.Linear(64, 64, bias=False)
+    with MemoryAccount([model], {8}) as account:
+        model(torch.ones(4, 64)).sum().backward()
+        account.look()
+        model.weight.grad = None
+        assert account._storages.bytes[MemoryUse.GRADIENTS] == 0
+
+
 def test_no_address_of_a_freed_state_is_taken_for_one_at_rest():
     """A message that Python puts there would be counted among activations."""
     model = torch.nn.Linear(8, 8, bias=False)

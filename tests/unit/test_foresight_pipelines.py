@@ -55,6 +55,9 @@ def uneven(generator: random.Random, stages: int, message: float = 0.0) -> Stage
     return StageSeconds(tuple(forward), tuple(backward), tuple(weight), message)
 
 
+ALL = pytest.mark.all
+
+
 def cases() -> list[tuple[str, int, int, int]]:
     """(schedule, ranks, microbatches, stages per rank)"""
     generator, found = random.Random(5), []
@@ -155,18 +158,30 @@ def test_memory_follows_the_schedule():
     assert split.activations > whole.activations  # weight gradients wait with their inputs
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", *(pytest.param(s, marks=pytest.mark.all) for s in ("1f1b", "interleaved_1f1b"))]
-)
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.all)])
-def test_memory_is_that_of_the_run_s_own_code_on_tensors_without_memory(schedule, recompute):
-    """Also before the first backward, when there are no gradients yet, and where the last stage's rows wait."""
+CUTS = {
+    **{s: (Layout(pp=2, dp_shard=1), {"pipeline_schedule": s}) for s in ("gpipe", "1f1b", "interleaved_1f1b")},
+    "one process": (Layout(dp_shard=1), {}),
+    "tp": (Layout(tp=4, dp_shard=1), {"sequence_parallel": False}),
+    "tp, sequence_parallel": (Layout(tp=2, dp_shard=1), {}),
+}
+
+
+@pytest.mark.parametrize("cut", [name if name in ("gpipe", "tp") else pytest.param(name, marks=ALL) for name in CUTS])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=ALL)])
+@pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float32", marks=ALL)])
+def test_memory_is_that_of_the_run_s_own_code_on_tensors_without_memory(cut, recompute, compute):
+    """Before the first backward there are no gradients; before the last one, none of the first block and embedding.
+
+    The last stage's rows wait, and ``tp`` alone cuts no hidden states.
+    """
     facts = model_facts(as_module(DecoderConfig(8192, 512, 8, 8, 4, 1536, 512)))
-    asked = {"layout": Layout(pp=2, dp_shard=1), "batch": Batch(8, 512, 2)}
-    asked["techniques"] = {"pipeline_schedule": schedule, "activation_checkpointing": recompute}
-    made = plan(facts, **asked, cluster=Cluster(2, device="cuda"))
+    layout, techniques = CUTS[cut]
+    asked = {"layout": layout, "batch": Batch(8, 512, 2) if layout.pp > 1 else Batch(4, 512, 4)}
+    asked["techniques"] = techniques | {"activation_checkpointing": recompute, "precision": {"compute": compute}}
+    made = plan(facts, **asked, cluster=Cluster(layout.world, device="cuda"))
     run = estimate_memory(facts, made, asked["batch"], keys=("tokens", "labels")).of()
-    candidates = foresee(facts, **asked, cluster=Cluster(2, gpu="h100", ranks_per_node=2)).candidates
+    cards = Cluster(layout.world, gpu="h100", ranks_per_node=layout.world)
+    candidates = foresee(facts, **asked, cluster=cards).candidates
     found = candidates[0].candidate.memory
     assert found.total - found.context - found.fragmented == pytest.approx(run.total, rel=0.03)
 

@@ -56,7 +56,7 @@ def test_each_block_counts_what_it_saves_once():
     made = plan(facts, Layout(dp_shard=1), cluster=ONE)
     tensor = 2 * 32 * 64 * 4
     found = saved_by_blocks(facts, made, Batch(2, 32, 2))
-    assert found == (SavedByBlock(2 * tensor, 0, 2 * tensor),) * 3
+    assert found == (SavedByBlock(2 * tensor, 0, 2 * tensor, whole=2 * tensor),) * 3
 
 
 def test_bytes_are_those_of_a_real_forward():

@@ -36,8 +36,9 @@ from meshwright.simulation.job import (
 )
 from meshwright.simulation.step_memory import block_activations
 
-LOGITS_COPIES, CHUNK_COPIES = 3.0, 1.0
-"""fp32 copies of the logits at this library's loss, and further ones of a chunk: found by the dry run."""
+LOGITS_COPIES, CUT_LOGITS_COPIES, CHUNK_COPIES = 3.0, 2.0, 1.0
+"""fp32 copies of the logits at this library's loss; of a cut vocabulary's, beside the head's own where they are no such
+copy; and further ones of a chunk: found by the dry run."""
 WHOLE = ("full", "every_n", "selective_op", "memory_budget", "modules")
 
 
@@ -215,7 +216,7 @@ def execution_of(plan: Plan) -> Execution:
         recomputed=min(1.0, len(plan.checkpointed) / blocks) if recompute == "every_n" else 1 - budget,
         rests_on_host=data.cpu_offload is True,
         loss_chunks=1 if plan.loss is None else plan.loss.chunks,
-        logits_copies=LOGITS_COPIES,
+        logits_copies=CUT_LOGITS_COPIES + (compute < 4) / 2 if plan.tensor and plan.tensor.head else LOGITS_COPIES,
         chunk_copies=CHUNK_COPIES,
         keeps_gathered=plan.tensor is not None and (not plan.tensor.regather or "collectives" in plan.checkpoint_keep),
         hides_tensor=0.7 if plan.tensor is not None and plan.tensor.async_tensor_parallel else 0.0,
@@ -292,12 +293,14 @@ def with_saved(
     made: list[BlockShape] = []
     for number, (block, held) in enumerate(zip(kinds, saved, strict=True)):
         outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
+        wide = max(0.0, held.whole - 4 * entering)  # arithmetic has two inputs of norms and of products each
         made.append(
             replace(
                 block,
                 pairs=held.pairs / job.seq_len**2,
-                eager=(held.all - held.pairs) / block_activations(block, job),
-                eager_recomputed=outside / block_activations(block, again),
+                wide=wide / job.tokens,
+                eager=(held.all - held.pairs - wide) / block_activations(block, job),
+                eager_recomputed=(outside - wide) / block_activations(block, again),
                 kept=min(1.0, stated[number].kept / max(held.all, 1)) if stated else entering / max(held.all, entering),
             )
         )

@@ -99,8 +99,10 @@ class BlockShape:
         width: features inside the feed-forward layer (0 where experts take its place).
         gated: whether that layer multiplies two projections (SwiGLU).
         other: elements of norms and biases.
-        eager, eager_recomputed: bytes that the block's own code saves without fusion, measured, over those of
-            arithmetic: with nothing recomputed, and with attention recomputed.
+        wide: bytes for each token of hidden states that the block's own code saves without fusion, measured, beyond
+            those of arithmetic: ``tp`` cuts them by sequence parallelism alone.
+        eager, eager_recomputed: the others that it saves, over those of arithmetic: with nothing recomputed, and with
+            attention recomputed.
         pairs: bytes for each pair of a row's tokens that it saves beside them, measured: of masks of its own, which
             ``tp`` does not cut.
         kept: fraction of all that stays where parts of blocks are computed again that a request states.
@@ -114,6 +116,7 @@ class BlockShape:
     experts: ExpertsShape | None = None
     other: int = 0
     dropout: bool = False
+    wide: float = 0.0
     eager: float = 1.0
     eager_recomputed: float = 1.0
     pairs: float = 0.0

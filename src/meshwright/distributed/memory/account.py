@@ -94,7 +94,7 @@ class MemoryAccount(TorchDispatchMode):
         """By address; a storage that takes a freed one's address does not rest."""
         self._gathered: set[int] = set()
         self._highest = 0
-        self._known: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # gradients, which must not outlive a step by being known
 
     def __enter__(self) -> Self:
         self._follow_at_rest()
@@ -164,11 +164,10 @@ class MemoryAccount(TorchDispatchMode):
         self._gathered = owned
         gradients: list[tuple[torch.UntypedStorage, MemoryUse]] = []
         for number, parameter in enumerate(self._parameters):
-            if (gradient := parameter.grad) is None:
-                self._known.pop(number, None)
-            elif (known := self._known.get(number)) is None or known[0] is not gradient:
-                self._known[number] = gradient, storage_of(gradient)
-                gradients.append((self._known[number][1], self._place(MemoryUse.GRADIENTS)))
+            known = self._known.get(number)
+            if (gradient := parameter.grad) is not None and (known is None or known() is not gradient):
+                self._known[number] = weakref.ref(gradient)
+                gradients.append((storage_of(gradient), self._place(MemoryUse.GRADIENTS)))
         for parameter in self._sharded:
             whole = gathered(parameter)
             found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
 
@@ -465,6 +465,8 @@ class SavedByBlock:
         kept: those that stay between forward and backward, by the plan's recomputation.
         pairs: those among all that have a number for each pair of a row's tokens, such as masks.
         given: of such tensors that it is given, and that no earlier block saved: all blocks keep the same.
+        whole: those among all that have as many elements as the block's input, and are not its attention's own: hidden
+            states, and what norms compute from them.
     """
 
     all: int
@@ -472,6 +474,7 @@ class SavedByBlock:
     kept: int = 0
     pairs: int = 0
     given: int = 0
+    whole: int = 0
 
 
 def saved_by_blocks(
@@ -497,8 +500,8 @@ def saved_by_blocks(
                 model.run_opened(step)
     except Exception:  # noqa: BLE001  (whatever a model's code raises when its tensors have no values)
         return ()
-    counts = seen.bytes, seen.in_attention, seen.kept, seen.pairs, seen.given
-    return tuple(SavedByBlock(*(count[block] for count in counts)) for block in blocks)
+    names = [field.name for field in fields(SavedByBlock)]
+    return tuple(SavedByBlock(**{name: seen.bytes[block, name] for name in names}) for block in blocks)
 
 
 class _BlockSaves:
@@ -506,13 +509,14 @@ class _BlockSaves:
 
     def __init__(self, model: nn.Module, seq_len: int, wanted: set[str]):
         self.model, self.seq_len, self.wanted, self.live = model, seq_len, wanted, LiveStorages()
-        self.bytes, self.in_attention, self.kept, self.pairs, self.given = (Counter[str]() for _ in range(5))
-        self._block, self._attends = "", 0
+        self.bytes = Counter[tuple[str, str]]()  # of a block and a field of SavedByBlock
+        self._block, self._attends, self._hidden = "", 0, 0
         self._entered: tuple[str, ref[torch.UntypedStorage], int] | None = None  # the block before, its input and size
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
+        self._attended: set[int] = set()
         self._known: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()  # saved, by address
-        self._saved: list[tuple[ref[torch.UntypedStorage], bool, bool]] = []
+        self._saved: list[tuple[ref[torch.UntypedStorage], dict[str, bool]]] = []
 
     @contextmanager
     def watch(self, facts: ModelFacts) -> Iterator[None]:
@@ -520,16 +524,17 @@ class _BlockSaves:
 
         def leave(*_: Any) -> None:
             self.wanted.discard(self._block)
-            self.kept[self._block] += self.live.bytes()
-            for one, attends, has_pairs in self._saved:  # what a detached result was computed from is gone
+            self.bytes[self._block, "kept"] += self.live.bytes()
+            for one, counts in self._saved:  # what a detached result was computed from is gone
                 size = 0 if (storage := one()) is None else storage.nbytes()
-                self.bytes[self._block] += size
-                self.in_attention[self._block] += size * attends
-                self.pairs[self._block] += size * has_pairs
+                self.bytes.update({(self._block, name): size * does for name, does in counts.items()})
             self._block, self._saved = "", []
 
-        def attend(step: int) -> None:
-            self._attends += step
+        def attend(_path: str, _module: nn.Module, *given: Any) -> None:
+            self._attends, self._attended = self._attends + 1, addresses(tensors_in(given))
+
+        def attended(*_: Any) -> None:
+            self._attends -= 1
 
         def save(tensor: Tensor) -> Tensor:
             storage = storage_of(tensor)
@@ -538,25 +543,29 @@ class _BlockSaves:
                 self._known[key] = storage
                 has_pairs = tensor.dim() > 3 and tensor.shape[-2:] == (self.seq_len, self.seq_len)
                 if has_pairs and key in self._inputs:
-                    self.given[self._block] += storage.nbytes()
+                    self.bytes[self._block, "given"] += storage.nbytes()
                 else:
-                    self._saved.append((ref(storage), self._attends > 0, has_pairs))
+                    attends, is_hidden = self._attends > 0, tensor.numel() == self._hidden
+                    whole = is_hidden and (not attends or key in self._attended)
+                    counts = {"all": True, "in_attention": attends, "pairs": has_pairs, "whole": whole}
+                    self._saved.append((ref(storage), counts))
             return tensor
 
         blocks, attentions = (
             [(path, self.model.get_submodule(path)) for path in paths] for paths in (facts.blocks, facts.attentions)
         )
-        attending = watching(attentions, lambda *_: attend(1), lambda *_: attend(-1))
+        attending = watching(attentions, attend, attended)
         saving = torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
         with watching(blocks, self._enter, leave), attending, saving:
             yield
 
     def _enter(self, path: str, module: nn.Module, *given: Any) -> None:
         if self._entered is not None and self._entered[1]() is None:  # its output was counted in its input's place
-            self.kept[self._entered[0]] -= self._entered[2]
+            self.bytes[self._entered[0], "kept"] -= self._entered[2]
         if not self.wanted:
             raise SeenEnough
         inputs = tensors_in(given)
         self._block, self._parameters, self._inputs = path, addresses(module.parameters()), addresses(inputs)
         self._entered = (path, ref(first := storage_of(inputs[0])), first.nbytes()) if inputs else None
-        self.kept[path] -= self.live.bytes()
+        self._hidden = inputs[0].numel() if inputs else 0
+        self.bytes[path, "kept"] -= self.live.bytes()

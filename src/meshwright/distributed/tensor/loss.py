@@ -66,18 +66,18 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard, weights: Tensor | None, by_token: bool
     ) -> Tensor:
-        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-        flat = labels.flatten()
+        rows, flat = logits.flatten(0, -2), labels.flatten()
         is_real = flat != IGNORED
         local = flat - shard.first
         is_here = is_real & (local >= 0) & (local < shard.size)
         place = torch.where(is_here, local, 0).unsqueeze(1)
 
-        top = wide.amax(1) if shard.size else wide.new_full((len(wide),), -torch.inf)
+        top = rows.amax(1) if shard.size else rows.new_full((len(rows),), -torch.inf)
+        top = top.to(torch.promote_types(logits.dtype, torch.float32))
         top = top if shard.group is None else shard.group.largest(top)
-        shifted = wide - top.unsqueeze(1)
-        exponentials = shifted.exp()
+        shifted = rows - top.unsqueeze(1)  # in the dtype of the largest: one wide copy of the logits, until the end
         target = shifted.gather(1, place).squeeze(1) * is_here if shard.size else torch.zeros_like(top)
+        exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(1), target])
         sums = sums if shard.group is None else shard.group.sum(sums)
 
@@ -87,19 +87,19 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.shard, ctx.shape, ctx.dtype = shard, logits.shape, logits.dtype
         softmax = exponentials.div_(sums[0].unsqueeze(1))
         counts = is_real.to(losses.dtype) if weights is None else is_real * weights.flatten().to(losses.dtype)
-        ctx.save_for_backward(softmax, place, is_here * counts, counts)
+        ctx.save_for_backward(softmax, place, is_here, counts)
         each = torch.where(is_real, losses, 0.0) * counts
         return each if by_token else each.sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         (grad_output,) = grad_outputs
-        softmax, place, counts_here, counts = ctx.saved_tensors
-        gradient = softmax * counts.unsqueeze(1)
+        softmax, place, is_here, counts = ctx.saved_tensors
+        each = (counts * grad_output).unsqueeze(1)
+        gradient = softmax * each
         if ctx.shard.size:
-            gradient.scatter_add_(1, place, -counts_here.unsqueeze(1))
-        by_token = grad_output if grad_output.dim() == 0 else grad_output.unsqueeze(1)
-        return (gradient * by_token).to(ctx.dtype).view(ctx.shape), None, None, None, None
+            gradient.scatter_add_(1, place, -(each * is_here.unsqueeze(1)))
+        return gradient.to(ctx.dtype).view(ctx.shape), None, None, None, None
 
 
 LossOfLogits = Callable[[Tensor, slice], Tensor]
