@@ -75,19 +75,19 @@ def test_the_tests_import_this_checkout():
 
 
 BUDGET: dict[str, tuple[int, int, int]] = {
-    ".": (2, 126, 0),
+    ".": (2, 129, 0),
     "checkpoint": (18, 5281, 15),
     "cli": (20, 2395, 12),
     "comparison": (4, 776, 0),
-    "core": (19, 3216, 5),
+    "core": (19, 3238, 5),
     "data": (16, 6583, 29),
-    "distributed": (88, 21287, 74),
+    "distributed": (88, 21295, 74),
     "integrations": (9, 1706, 9),
-    "introspection": (37, 10238, 35),
+    "introspection": (37, 10222, 35),
     "models": (4, 718, 4),
     "observation": (20, 4559, 31),
     "planning": (34, 8441, 21),
-    "simulation": (13, 4582, 18),
+    "simulation": (13, 4595, 18),
     "training": (41, 10914, 27),
     "verification": (15, 3703, 6),
 }
