@@ -103,8 +103,8 @@ TENSOR = [
     Fault(
         "the label's gradient is found on every rank",
         T + "loss.py",
-        "is_here * counts, counts)",
-        "counts, counts)",
+        "-(each * is_here.unsqueeze(1))",
+        "-each",
         CUT,
         TP,
         r"(head|norm)('s output \(backward\)|\.weight)",
