@@ -13,19 +13,11 @@ from support.schedule_tables import write_schedule
 from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
-from meshwright.distributed.memory.dry_run import estimate_memory
-from meshwright.introspection.cluster import Cluster
-from meshwright.introspection.facts import model_facts
-from meshwright.introspection.source import as_module
-from meshwright.models.decoder_config import DecoderConfig
-from meshwright.planning.build import plan
 from meshwright.planning.layout import Layout
 from meshwright.planning.pipeline.orders import KINDS
 from meshwright.planning.pipeline.schedule import peak_live, simulate, wait_order
-from meshwright.planning.values import Batch
 from meshwright.simulation import pipeline
 from meshwright.simulation.cards import machines
-from meshwright.simulation.foresee import foresee
 from meshwright.simulation.job import Architecture, Execution, Job
 from meshwright.simulation.pipeline import (
     StageSeconds,
@@ -53,9 +45,6 @@ def uneven(generator: random.Random, stages: int, message: float = 0.0) -> Stage
     backward = [time * generator.uniform(1.5, 2.5) for time in forward]
     weight = [time * generator.uniform(0.2, 0.6) for time in backward]
     return StageSeconds(tuple(forward), tuple(backward), tuple(weight), message)
-
-
-ALL = pytest.mark.all
 
 
 def cases() -> list[tuple[str, int, int, int]]:
@@ -156,34 +145,6 @@ def test_memory_follows_the_schedule():
     assert sizes["zbv_zero_bubble"].activations < 1.5 * sizes["1f1b"].activations
     split, whole = (step_memory(job(4, 16, name, 1)) for name in ("interleaved_zero_bubble", "interleaved_1f1b"))
     assert split.activations > whole.activations  # weight gradients wait with their inputs
-
-
-CUTS = {
-    **{s: (Layout(pp=2, dp_shard=1), {"pipeline_schedule": s}) for s in ("gpipe", "1f1b", "interleaved_1f1b")},
-    "one process": (Layout(dp_shard=1), {}),
-    "tp": (Layout(tp=4, dp_shard=1), {"sequence_parallel": False}),
-    "tp, sequence_parallel": (Layout(tp=2, dp_shard=1), {}),
-}
-
-
-@pytest.mark.parametrize("cut", [name if name in ("gpipe", "tp") else pytest.param(name, marks=ALL) for name in CUTS])
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=ALL)])
-@pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float32", marks=ALL)])
-def test_memory_is_that_of_the_run_s_own_code_on_tensors_without_memory(cut, recompute, compute):
-    """Before the first backward there are no gradients; before the last one, none of the first block and embedding.
-
-    The last stage's rows wait, and ``tp`` alone cuts no hidden states.
-    """
-    facts = model_facts(as_module(DecoderConfig(8192, 512, 8, 8, 4, 1536, 512)))
-    layout, techniques = CUTS[cut]
-    asked = {"layout": layout, "batch": Batch(8, 512, 2) if layout.pp > 1 else Batch(4, 512, 4)}
-    asked["techniques"] = techniques | {"activation_checkpointing": recompute, "precision": {"compute": compute}}
-    made = plan(facts, **asked, cluster=Cluster(layout.world, device="cuda"))
-    run = estimate_memory(facts, made, asked["batch"], keys=("tokens", "labels")).of()
-    cards = Cluster(layout.world, gpu="h100", ranks_per_node=layout.world)
-    candidates = foresee(facts, **asked, cluster=cards).candidates
-    found = candidates[0].candidate.memory
-    assert found.total - found.context - found.fragmented == pytest.approx(run.total, rel=0.03)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

@@ -293,14 +293,14 @@ def with_saved(
     made: list[BlockShape] = []
     for number, (block, held) in enumerate(zip(kinds, saved, strict=True)):
         outside = held.all - held.in_attention + (entering if held.in_attention else 0.0)
-        wide = max(0.0, held.whole - 4 * entering)  # arithmetic has two inputs of norms and of products each
+        hidden = max(0.0, held.hidden - 4 * entering)  # arithmetic has two inputs of norms and of products each
         made.append(
             replace(
                 block,
                 pairs=held.pairs / job.seq_len**2,
-                wide=wide / job.tokens,
-                eager=(held.all - held.pairs - wide) / block_activations(block, job),
-                eager_recomputed=(outside - wide) / block_activations(block, again),
+                eager_hidden=hidden / job.tokens,
+                eager=(held.all - held.pairs - hidden) / block_activations(block, job),
+                eager_recomputed=(outside - hidden) / block_activations(block, again),
                 kept=min(1.0, stated[number].kept / max(held.all, 1)) if stated else entering / max(held.all, entering),
             )
         )

@@ -99,8 +99,8 @@ class BlockShape:
         width: features inside the feed-forward layer (0 where experts take its place).
         gated: whether that layer multiplies two projections (SwiGLU).
         other: elements of norms and biases.
-        wide: bytes for each token of hidden states that the block's own code saves without fusion, measured, beyond
-            those of arithmetic: ``tp`` cuts them by sequence parallelism alone.
+        eager_hidden: bytes for each token of hidden states that the block's own code saves without fusion, measured,
+            beyond those of arithmetic: ``tp`` cuts them by sequence parallelism alone.
         eager, eager_recomputed: the others that it saves, over those of arithmetic: with nothing recomputed, and with
             attention recomputed.
         pairs: bytes for each pair of a row's tokens that it saves beside them, measured: of masks of its own, which
@@ -116,7 +116,7 @@ class BlockShape:
     experts: ExpertsShape | None = None
     other: int = 0
     dropout: bool = False
-    wide: float = 0.0
+    eager_hidden: float = 0.0
     eager: float = 1.0
     eager_recomputed: float = 1.0
     pairs: float = 0.0

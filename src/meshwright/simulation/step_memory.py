@@ -215,11 +215,10 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         parameters = gradients = owned = 0.0
     if run.frees_gradients and later != [activations, logits]:
         # gradients grow as activations go, from the loss to the first block: the peak is at one of the two ends
-        last = (
-            largest + (not model.tied) * model.embedding_elements / layout.tp
-        )  # whose gradients the first block makes
-        alone = job.microbatches == layout.pp == 1 and not run.buckets
-        before = gradients * (1 - alone * min(1.0, last / elements))
+        before = gradients
+        if job.microbatches == layout.pp == trained == 1 and not run.buckets:  # first block and embedding have none yet
+            first = largest + (0 if model.tied else model.embedding_elements / layout.tp)
+            before *= 1 - min(1.0, first / elements)
         ends = (0.0, activations, logits), (before, *later), (gradients, 0.0, 0.0)
         gradients, activations, logits = max(ends, key=sum)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
@@ -326,10 +325,10 @@ def block_activations(block: BlockShape, job: Job) -> float:
         saved += cut * sum(product.columns for product in block.experts.shared[:1]) * (gates * b + cheap * entering) / 2
     if run.fused:
         return saved
-    own = tokens * block.wide / (layout.tp if run.sequence_parallel else 1)
+    hidden = tokens * block.eager_hidden / (layout.tp if run.sequence_parallel else 1)
     if run.recompute == "selective":
-        return saved * block.eager_recomputed + own
-    return saved * block.eager + own + block.pairs * job.microbatch * job.seq_len**2 / layout.cp
+        return saved * block.eager_recomputed + hidden
+    return saved * block.eager + hidden + block.pairs * job.microbatch * job.seq_len**2 / layout.cp
 
 
 def _deferred(block: BlockShape, job: Job) -> float:

@@ -94,7 +94,6 @@ class MemoryAccount(TorchDispatchMode):
         """By address; a storage that takes a freed one's address does not rest."""
         self._gathered: set[int] = set()
         self._highest = 0
-        self._known: dict[int, weakref.ref[Tensor]] = {}  # gradients, which must not outlive a step by being known
 
     def __enter__(self) -> Self:
         self._follow_at_rest()
@@ -162,12 +161,8 @@ class MemoryAccount(TorchDispatchMode):
         for address in self._gathered - owned:  # a gathered buffer that has been read, and waits to be freed
             self._storages.change(address, MemoryUse.PARAMETERS, MemoryUse.COMMUNICATION)
         self._gathered = owned
-        gradients: list[tuple[torch.UntypedStorage, MemoryUse]] = []
-        for number, parameter in enumerate(self._parameters):
-            known = self._known.get(number)
-            if (gradient := parameter.grad) is not None and (known is None or known() is not gradient):
-                self._known[number] = weakref.ref(gradient)
-                gradients.append((storage_of(gradient), self._place(MemoryUse.GRADIENTS)))
+        place = self._place(MemoryUse.GRADIENTS)
+        gradients = [(storage_of(p.grad), place) for p in self._parameters if p.grad is not None]
         for parameter in self._sharded:
             whole = gathered(parameter)
             found = parameter.unsharded_accumulated_grad, None if whole is None else whole.grad

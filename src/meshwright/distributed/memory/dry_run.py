@@ -465,7 +465,7 @@ class SavedByBlock:
         kept: those that stay between forward and backward, by the plan's recomputation.
         pairs: those among all that have a number for each pair of a row's tokens, such as masks.
         given: of such tensors that it is given, and that no earlier block saved: all blocks keep the same.
-        whole: those among all that have as many elements as the block's input, and are not its attention's own: hidden
+        hidden: those among all that have as many elements as the block's input, and are not its attention's own: hidden
             states, and what norms compute from them.
     """
 
@@ -474,7 +474,7 @@ class SavedByBlock:
     kept: int = 0
     pairs: int = 0
     given: int = 0
-    whole: int = 0
+    hidden: int = 0
 
 
 def saved_by_blocks(
@@ -510,7 +510,7 @@ class _BlockSaves:
     def __init__(self, model: nn.Module, seq_len: int, wanted: set[str]):
         self.model, self.seq_len, self.wanted, self.live = model, seq_len, wanted, LiveStorages()
         self.bytes = Counter[tuple[str, str]]()  # of a block and a field of SavedByBlock
-        self._block, self._attends, self._hidden = "", 0, 0
+        self._block, self._attends, self._elements = "", 0, 0
         self._entered: tuple[str, ref[torch.UntypedStorage], int] | None = None  # the block before, its input and size
         self._parameters: set[int] = set()
         self._inputs: set[int] = set()
@@ -545,9 +545,9 @@ class _BlockSaves:
                 if has_pairs and key in self._inputs:
                     self.bytes[self._block, "given"] += storage.nbytes()
                 else:
-                    attends, is_hidden = self._attends > 0, tensor.numel() == self._hidden
-                    whole = is_hidden and (not attends or key in self._attended)
-                    counts = {"all": True, "in_attention": attends, "pairs": has_pairs, "whole": whole}
+                    attends = self._attends > 0
+                    hidden = tensor.numel() == self._elements and (not attends or key in self._attended)
+                    counts = {"all": True, "in_attention": attends, "pairs": has_pairs, "hidden": hidden}
                     self._saved.append((ref(storage), counts))
             return tensor
 
@@ -567,5 +567,5 @@ class _BlockSaves:
         inputs = tensors_in(given)
         self._block, self._parameters, self._inputs = path, addresses(module.parameters()), addresses(inputs)
         self._entered = (path, ref(first := storage_of(inputs[0])), first.nbytes()) if inputs else None
-        self._hidden = inputs[0].numel() if inputs else 0
+        self._elements = inputs[0].numel() if inputs else 0
         self.bytes[path, "kept"] -= self.live.bytes()
