@@ -282,6 +282,24 @@ def test_buffers_that_modules_share_stay_shared():
     assert model[1].running_mean is model[0].running_mean and model[0].running_mean is not model[0].running_var
 
 
+def test_a_checksum_of_weights_sees_one_bit_the_order_and_the_length():
+    half = 2**16
+    values = torch.arange(1.0, 2.0 * half + 7)
+    first, second, rest = values[:half], values[half : 2 * half], values[2 * half :]
+    others = {
+        "one bit": torch.cat((first, second, rest[:-1], torch.nextafter(rest[-1:], torch.zeros(1)))),
+        "neighbours": torch.cat((values[1:2], values[:1], values[2:])),
+        "far apart": torch.cat((second, first, rest)),
+        "the last": values[:-1],
+        "a zero more": torch.cat((values, torch.zeros(1))),
+    }
+    found = {name: int(audit.fingerprint(tensor)) for name, tensor in others.items()}
+    assert len({*found.values(), int(audit.fingerprint(values))}) == 6, found
+    assert audit.fingerprint(values.clone()) == audit.fingerprint(values.reshape(2, -1)) == audit.fingerprint(values)
+    assert audit.fingerprint(torch.zeros(0)) == 0
+    assert audit.fingerprint(torch.zeros(3, dtype=torch.bfloat16)) != audit.fingerprint(torch.zeros(2, 2))
+
+
 def test_replicas_on_several_devices_are_compared_device_by_device(monkeypatch):
     seen = []
 
