@@ -99,6 +99,8 @@ def job_of(row: Row) -> Job | Excluded:
     layout = _layout(row)
     if layout is None:
         return Excluded("the layout does not multiply to the number of GPUs")
+    if "embedding whole on tp" in row["other"]:  # as if its rows were as many more
+        architecture = replace(architecture, positions=architecture.vocab * (layout.tp - 1))
     data = layout.dp_replicate * layout.dp_shard
     microbatch = number(row["mbs"])
     rows = number(row["gbs_seqs"]) or microbatch * number(row["grad_accum"], 1) * data
@@ -385,6 +387,8 @@ def _of_torch(row: Row, run: Execution, layout: Layout) -> Execution:
         run = replace(run, sequence_parallel=False)
     if "kempner" in text:  # tensor_parallel.py: no two column-parallel layers share a gather; cuDNN's attention
         run = replace(run, tensor_passes=7, gathers_logits=True, attention="fused")
+    if "compiled loss" in text:  # reads half-precision logits, and writes their gradient
+        run = replace(run, logits_copies=1.0)
     if "cross entropy of bf16 logits" in text or "kempner" in text:  # the log-probabilities and both gradients too
         run = replace(run, logits_copies=2.0 * layout.tp)  # gathered over tp
     if re.search(r"bf16[- ](true|states)", text):  # nothing is kept in fp32
@@ -406,6 +410,10 @@ def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
     text, experts = words(row), model.blocks[0].experts
     if "packed experts" in text and experts:  # rows padded to the fullest expert's; the page states a balance near 0
         run = replace(run, imbalance=experts.number / experts.top_k, mixture=MixtureRun(pads=True))
+    if "kempner" in text and experts and run.recompute == "full":
+        # each router keeps its last loss, and so what attention computed again saves: 15 hidden states, run on a CPU
+        kept = 15 * number(row["mbs"]) * seq_len(row) * model.hidden * run.compute_bytes
+        run = replace(run, buffers_bytes=kept * len(model.blocks))
     if run.recompute == "full" and "selective" in text:
         run = replace(run, recomputed=_recomputed_by_operators(run, model.blocks[0]))
     if "step in backward" in text:  # one gradient at a time, the largest of them the embedding's

@@ -41,7 +41,7 @@ class StepMemory:
         activations: saved between forward and backward, of all microbatches in flight, with the block being computed
             and its gradients.
         logits: of the last stage, for all microbatches whose backward is to come.
-        gathered: parameters of blocks that are whole for a while.
+        gathered: parameters of blocks that are whole for a while; buffers of messages.
         context: the driver, libraries and messages.
         fragmented: reserved by the allocator and not used.
         rank: the pipeline rank.
@@ -167,7 +167,7 @@ class SavedBytes:
                 later = (Held((job.microbatches - 1,), (0,)),)
             most = [max(map(saves.at, some), key=sum) for some in (moments, later or moments)]
             # loss and blocks need it after each other, and an allocator has it for both, by published runs
-            apart = min(saves.logits, saves.backward) * saves.measured
+            apart = min(saves.logits, saves.backward)
             self._known[key] = *most[0], *most[1], apart
         return self._known[key]
 
@@ -189,7 +189,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
     activations, logits, *later, apart = saved.most(job, rank)
     elements = dense + experts
     owned = dense / job.owners + experts / job.expert_shares[0]
-    trained, weight, gathered = run.trained, run.weight_bytes or run.compute_bytes, 0.0
+    trained, weight, gathered = run.trained, run.weight_bytes or run.compute_bytes, run.buffers_bytes
     if run.zero == 3:
         parameters = owned * (run.master_bytes if trained == 1.0 else weight)
         gradients = owned * run.gradient_bytes * trained
@@ -198,7 +198,7 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
             casts = run.compute_bytes != run.gradient_bytes and run.recompute != "full"
             if casts and any(any(held.deferred) for held in held_on(job, rank)):
                 gradients += elements * run.compute_bytes * trained  # new ones, before they are added in fp32
-        gathered = outside / layout.tp * run.compute_bytes
+        gathered += outside / layout.tp * run.compute_bytes
         if run.gathers_each:  # the block that computes, and the one behind it
             gathered += blocks / run.reshards_to * run.gathered_element if run.reshards_to else 0.0
             gathered += 2 * largest * run.gathered_element
@@ -222,9 +222,9 @@ def rank_memory(job: Job, rank: int, saved: SavedBytes) -> StepMemory:
         ends = (0.0, activations, logits), (before, *later), (gradients, 0.0, 0.0)
         gradients, activations, logits = max(ends, key=sum)
     context, state = job.machines.device.context_bytes, owned * run.optimizer_bytes * trained
-    fixed = run.buffers_bytes + context + (WORKSPACE if context else 0)
     held = parameters, gradients, state, activations, logits, gathered
-    return StepMemory(*held, fixed, sum(held) * run.reserved + apart if context else 0.0, rank)
+    unused = (context + WORKSPACE, sum(held) * run.reserved + apart) if context else (0.0, 0.0)
+    return StepMemory(*held, *unused, rank)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,6 @@ class HeldBytes:
         backward: beside that in a backward: what it computes again, and its gradients.
         logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come, with what
             the last norm saves.
-        measured: whether its own code says what blocks save; else loss and blocks count together.
     """
 
     kept: tuple[float, ...]
@@ -247,7 +246,6 @@ class HeldBytes:
     backward: float
     logits: float
     softmax: float
-    measured: bool
 
     @classmethod
     def of(cls, job: Job, rank: int, saved: SavedBytes) -> HeldBytes:
@@ -277,7 +275,6 @@ class HeldBytes:
             backward,
             (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
             (logits if run.loss_chunks == 1 else 0.0) + norm,
-            all(block.kept for block in model.kinds[0]),
         )
 
     def at(self, held: Held, *, computes: bool = True) -> tuple[float, float]:
@@ -287,8 +284,8 @@ class HeldBytes:
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
         waiting = max(0, held.whole[-1] - 1) * self.softmax
         at_loss = activations, (self.logits + waiting) * (held.whole[-1] > 0)
-        if not (computes and self.measured):
-            return activations + self.backward * computes, at_loss[1]
+        if not computes:
+            return at_loss
         return max((activations + self.backward, waiting), at_loss, key=sum)
 
 
