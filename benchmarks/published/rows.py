@@ -426,7 +426,7 @@ def _with_model(row: Row, run: Execution, model: Architecture) -> Execution:
         ends = model.embedding_elements + (0 if model.tied else model.head_elements)
         packed = 0.5 + (1 if "torchtune" in text else 4) / 64
         mean = (packed * (model.elements - ends) + 2 * ends) / model.elements
-        run = replace(run, weight_bytes=mean, gather_bytes=mean)
+        run = replace(run, weight_bytes=mean, gather_bytes=mean, unpacked=1.0)
     return run
 
 

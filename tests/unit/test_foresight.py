@@ -13,12 +13,16 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from support.forecasts import CONFIG
 
 from benchmarks.published.rows import limited_to
 from benchmarks.published.shapes import decoder_block
 from meshwright.cli.main import main
 from meshwright.core.errors import ConfigError
+from meshwright.core.torch_private import TorchDispatchMode
+from meshwright.distributed.memory.live import addresses, newly_made, tensors_in
+from meshwright.distributed.nf4 import pack, unpack
 from meshwright.planning.layout import Layout
 from meshwright.planning.techniques import Techniques
 from meshwright.simulation.answer import open_works, words
@@ -26,7 +30,7 @@ from meshwright.simulation.cards import Group, card_names, device, link_across, 
 from meshwright.simulation.job import Architecture, Execution, Job, even_cuts
 from meshwright.simulation.search import FRONT, Pin, meshes, microbatches, recomputations, schedules, search
 from meshwright.simulation.step_memory import block_activations, step_memory
-from meshwright.simulation.step_time import Cost, step_time
+from meshwright.simulation.step_time import UNPACKING, Cost, step_time
 from meshwright.training.config import Config
 from meshwright.training.throughput import peak_flops
 
@@ -84,6 +88,32 @@ def test_a_block_saves_what_the_paper_that_counted_it_says(tp, cuts_norms, recom
     one = Job(model, layout, length, rows, rows, run, machines("a100", tp))
     scores = 5 * heads * length / hidden
     assert block_activations(block, one) == pytest.approx(length * rows * hidden * each(scores, tp))
+
+
+def test_unpacking_weights_in_4_bits_takes_what_its_operators_read_and_write():
+    class Moved(TorchDispatchMode):
+        sizes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made, given = func(*args, **(kwargs or {})), tensors_in((args, kwargs or {}))
+            if newly_made(addresses(given), made):
+                self.sizes += sum(tensor.nbytes for tensor in (*given, made))
+            return made
+
+    weight = torch.randn(512, 4096)
+    packed = pack(weight)
+    with Moved() as moved:
+        unpack(packed, torch.bfloat16)
+    assert moved.sizes / weight.numel() == pytest.approx(UNPACKING[0] + 2, rel=0.01)
+    whole, each = job(), job().architecture.blocks[0].dense_elements * (UNPACKING[0] + 2)
+    for recompute, passes in (("none", 2), ("full", 3)):
+        plain, packs = (
+            step_time(whole.with_execution(recompute=recompute, unpacked=unpacked)).costs[Cost.TRAFFIC]
+            for unpacked in (0.0, 1.0)
+        )
+        microbatches, blocks = whole.microbatches, len(whole.architecture.blocks)
+        seconds = whole.machines.device.traffic_s(each) * passes * blocks * microbatches
+        assert packs - plain == pytest.approx(seconds, rel=0.02)
 
 
 def test_products_never_beat_the_data_sheet_and_small_ones_are_slower():

@@ -87,7 +87,7 @@ BUDGET: dict[str, tuple[int, int, int]] = {
     "models": (4, 718, 4),
     "observation": (20, 4559, 31),
     "planning": (34, 8441, 21),
-    "simulation": (13, 4591, 18),
+    "simulation": (13, 4601, 18),
     "training": (41, 10914, 27),
     "verification": (15, 3703, 6),
 }

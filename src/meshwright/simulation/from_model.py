@@ -22,7 +22,7 @@ from meshwright.planning.data import JOINS_BLOCKS
 from meshwright.planning.layout import Layout
 from meshwright.planning.plan import Plan
 from meshwright.planning.techniques import Techniques
-from meshwright.planning.values import Batch, Unit
+from meshwright.planning.values import NF4_BLOCK, NF4_BLOCK_BYTES, Batch, Unit
 from meshwright.simulation.cards import Machines
 from meshwright.simulation.job import (
     PARTS,
@@ -190,6 +190,7 @@ def execution_of(plan: Plan) -> Execution:
     elements = max(1, sum(size for size, _ in trained))
     master = sum(size * dtype_bytes(dtype) for size, dtype in trained) / elements
     reduce = sum(size * dtype_bytes(precision.reduced_in(dtype)) for size, dtype in trained) / elements
+    gathered = _for_each_element(plan, lambda unit: unit.bytes_gathered, blocks=True)
     blocks = max(1, sum(len(unit.blocks) for unit in plan.units))
     reshards = [unit.reshard_after_forward for unit in plan.units if unit.name]
     keeps_gathered = blocks > 1 and not any(reshards)
@@ -230,7 +231,8 @@ def execution_of(plan: Plan) -> Execution:
         reshards_to=max((int(n) for n in reshards if not isinstance(n, bool)), default=0),
         trained=_for_each_element(plan, lambda unit: unit.trainable_elements) if plan.units else 1.0,
         weight_bytes=_for_each_element(plan, lambda unit: unit.bytes_at_rest),
-        gather_bytes=_for_each_element(plan, lambda unit: unit.bytes_gathered, blocks=True),
+        gather_bytes=gathered,
+        unpacked=0.0 if plan.quantize is None else (compute - gathered) / (compute - NF4_BLOCK_BYTES / NF4_BLOCK),
     )
 
 

@@ -349,6 +349,7 @@ class Execution:
         trained: fraction of the elements that are trained (adapters).
         weight_bytes: bytes of a weight at rest where some are frozen, the mean of all; 0: as ``compute_bytes``.
         gather_bytes: bytes of a block's element as it is gathered, the mean of all; 0: as ``compute_bytes``.
+        unpacked: fraction of a block's elements that rest in 4 bits, which each forward and backward unpacks.
     """
 
     products: str = "bfloat16"
@@ -404,6 +405,7 @@ class Execution:
     trained: float = 1.0
     weight_bytes: float = 0.0
     gather_bytes: float = 0.0
+    unpacked: float = 0.0
 
     @property
     def gathered_element(self) -> float:

@@ -91,6 +91,10 @@ applied by operators of their own: two products, a negation, a sum, two concaten
 fill whole tensors (NVIDIA/Megatron-LM, megatron/core/models/common/embeddings/rope_utils.py,
 ``_apply_rotary_pos_emb_bshd``)."""
 
+UNPACKING = 20.7, 0.6
+"""Bytes read and written for each weight in 4 bits, beside the weight that is written: by the operators of
+distributed/nf4.py (codes as int32, two float32 values of a table, their product with the scale), and in one kernel."""
+
 
 def block_times(block: BlockShape, job: Job) -> BlockTimes:
     """Return the seconds of a block for one microbatch."""
@@ -187,6 +191,8 @@ def _traffic(block: BlockShape, job: Job) -> tuple[float, float]:
     if block.experts:
         more, more_back = mixture_traffic(block, job)
         forward, backward = forward + more, backward + more_back
+    unpacked = run.unpacked * block.dense_elements / layout.tp * (UNPACKING[run.fused] + b)
+    forward, backward = forward + unpacked, backward + unpacked
     casts, casts_back = cast_seconds(block, job)
     return device.traffic_s(forward) + casts, device.traffic_s(backward) + casts_back
 
