@@ -145,6 +145,8 @@ SMALL = {
     for cut, layout, techniques in (
         *((s, Layout(pp=2, dp_shard=1), {"pipeline_schedule": s}) for s in ("gpipe", "1f1b", "interleaved_1f1b")),
         ("one process", Layout(dp_shard=1), {}),
+        ("loss in chunks", Layout(dp_shard=1), {"loss_chunks": 4}),
+        ("loss in chunks, tp", Layout(tp=2, dp_shard=1), {"loss_chunks": 4}),
         ("tp", Layout(tp=4, dp_shard=1), {"sequence_parallel": False}),
         ("tp and sp", Layout(tp=2, dp_shard=1), {}),
     )

@@ -167,7 +167,7 @@ class SavedBytes:
                 later = (Held((job.microbatches - 1,), (0,)),)
             most = [max(map(saves.at, some), key=sum) for some in (moments, later or moments)]
             # loss and blocks need it after each other, and an allocator has it for both, by published runs
-            apart = min(saves.logits, saves.backward)
+            apart = min(saves.logits, saves.backward + saves.head)
             self._known[key] = *most[0], *most[1], apart
         return self._known[key]
 
@@ -235,7 +235,8 @@ class HeldBytes:
         kept, deferred: for each of its stages, of one microbatch between forward and backward, and between the
             gradients of inputs and of weights.
         working: of the block that computes.
-        backward: beside that in a backward: what it computes again, and its gradients.
+        backward, head: beside that in a backward: what it computes again, and its gradients; the head's, until the last
+            microbatch's backward has left the last block.
         logits, softmax: of the loss while its backward runs; of one microbatch whose backward is to come, with what
             the last norm saves.
     """
@@ -244,24 +245,26 @@ class HeldBytes:
     deferred: tuple[float, ...]
     working: float
     backward: float
+    head: float
     logits: float
     softmax: float
 
     @classmethod
     def of(cls, job: Job, rank: int, saved: SavedBytes) -> HeldBytes:
         run, model, bounds = job.execution, job.architecture, job.bounds_on(rank)
-        backward, reduces = 0.0, job.microbatches == 1 or run.reduces_each
+        backward, head, reduces = 0.0, 0.0, job.microbatches == 1 or run.reduces_each
         for block, again, count in zip(model.kinds[0], saved.again, model.part(bounds).counts, strict=True):
             gates, rows = 2 if block.gated else 1, job.expert_copies(block) * run.imbalance if block.experts else 0.0
             inside = rows * (gates * block.experts.width + 2 * block.hidden) if block.experts else 0.0
             passed = max(gates * block.width * job.tokens / job.layout.tp, inside) * run.compute_bytes
             backward = max(backward, (again + passed) * (count > 0))
         if run.zero == 3 and (reduces or run.gathers_each):  # gradients, whole and as they are reduced
-            head = model.head_elements / job.layout.tp * (reduces and job.rank_of[-1] == rank)
             # a unit of its own is reduced behind the last block; chunks add up in the dtype of the reduction
             new = run.compute_bytes if run.gathers_ends and run.loss_chunks == 1 else run.reduce_bytes
+            head = model.head_elements / job.layout.tp * (reduces and job.rank_of[-1] == rank) * new * run.trained
             largest = saved.elements(job, rank)[3] * (run.compute_bytes + reduces * run.reduce_bytes)
-            backward += run.trained * (largest + head * new)
+            backward += run.trained * largest
+            backward += saved.wide * (job.layout.tp > 1 and not run.sequence_parallel)  # DTensors are summed in a copy
         beside = 2 * saved.wide if run.keeps_outputs and job.layout.pp > 1 else 0.0  # received and sent
         beside += model.masks * job.microbatch * job.seq_len**2 / job.layout.cp
         # fp32 copies of them; in chunks, none outlives the loss
@@ -273,6 +276,7 @@ class HeldBytes:
             tuple(saved.deferred[b] - saved.deferred[a] for a, b in bounds),
             2 * saved.wide,
             backward,
+            head,
             (run.logits_copies + run.chunk_copies * (run.loss_chunks > 1)) * logits,
             (logits if run.loss_chunks == 1 else 0.0) + norm,
         )
@@ -284,9 +288,8 @@ class HeldBytes:
         activations += sum(number * size for number, size in zip(held.deferred, self.deferred, strict=True) if number)
         waiting = max(0, held.whole[-1] - 1) * self.softmax
         at_loss = activations, (self.logits + waiting) * (held.whole[-1] > 0)
-        if not computes:
-            return at_loss
-        return max((activations + self.backward, waiting), at_loss, key=sum)
+        in_block = activations + self.backward + self.head * (held.whole[-1] > 0), waiting
+        return max(in_block, at_loss, key=sum) if computes else at_loss
 
 
 def block_activations(block: BlockShape, job: Job) -> float:

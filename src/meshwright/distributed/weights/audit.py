@@ -244,9 +244,8 @@ def _replicas(
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a 64-bit checksum of a tensor's bits, on its device: 0-dim int64, sensitive to the order of elements."""
-    flat = (
-        (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().contiguous().flatten()
-    )
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = tensor.detach().contiguous().flatten()
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     chunk = 2**16 if flat.device.type == "cpu" else 2**20  # what a core's cache holds; what is worth a kernel's launch
     odd = torch.arange(min(chunk, flat.numel()), device=flat.device) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
