@@ -77,8 +77,8 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     scales = blocks[..., CODES:].contiguous().view(torch.float32)  # (rows, blocks, 1)
     levels = torch.tensor(LEVELS, device=packed.device)
     of_byte = torch.stack([levels.repeat_interleave(len(LEVELS)), levels.repeat(len(LEVELS))], dim=1)  # (256, 2)
-    pairs = F.embedding(blocks[..., :CODES].int(), of_byte)  # (rows, blocks, CODES, 2)
-    return (pairs.flatten(-2) * scales).flatten(1).to(dtype)
+    values = F.embedding(blocks[..., :CODES].int(), of_byte).flatten(-2)  # (rows, blocks, NF4_BLOCK)
+    return torch.mul(values, scales, out=torch.empty_like(values, dtype=dtype)).flatten(1)  # cast as they are written
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ applied by operators of their own: two products, a negation, a sum, two concaten
 fill whole tensors (NVIDIA/Megatron-LM, megatron/core/models/common/embeddings/rope_utils.py,
 ``_apply_rotary_pos_emb_bshd``)."""
 
-UNPACKING = 20.7, 0.6
+UNPACKING = 12.7, 0.6
 """Bytes read and written for each weight in 4 bits, beside the weight that is written: by the operators of
 distributed/nf4.py (codes as int32, two float32 values of a table, their product with the scale), and in one kernel."""
 
