@@ -361,11 +361,11 @@ def planned_line(monkeypatch, capsys):
     [
         (64e9, ["--world=1"], r"fits this host: at most [\d.]+ MiB, libraries included, 59.6 GiB there"),
         (40e6, ["--world=1"], r"does not fit this host: at least [\d.]+ MiB, 38.1 MiB there"),
-        (264 << 20, ["--world=1"], r"may not fit this host: between [\d.]+ MiB and [\d.]+ MiB, 264 MiB there"),
+        (254 << 20, ["--world=1"], r"may not fit this host: between [\d.]+ MiB and [\d.]+ MiB, 254 MiB there"),
         (64e9, ["--process.count=4"], r"fits this host: at most [\d.]+ MiB for 4 ranks, .*"),
         (64e9, ["--world=4"], r"fits this host: at most [\d.]+ MiB for 1 of 4 ranks, .*"),
         (64e9, ["--world=4", "--per-node=2"], r"fits this host: at most [\d.]+ MiB for 2 of 4 ranks, .*"),
-        (264 << 20, ["--world=1", "--techniques.compile=true"], r"may not fit this host: between .*"),
+        (254 << 20, ["--world=1", "--techniques.compile=true"], r"may not fit this host: between .*"),
         (64e9, ["--world=1", "--device=cuda"], r"together .*"),
     ],
 )
